@@ -123,7 +123,7 @@ class ForwardStep:
         """Another program over the very parameters and buffers of this one: of other shapes, with other results.
         Collective. `model` is the one that this was built from, or the same on the meta device."""
         local = self.local
-        tag = 0 if local.executor is None else local.executor.first_free_tag + 1
+        tag = local.executor.borders.first_free_tag + 1
         build = shared_forward(
             self.plan, local.world, local.rank, local.leaves, local.parked, tag, self.access
         )

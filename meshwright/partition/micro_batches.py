@@ -67,6 +67,12 @@ def micro_batches_of(parts: Partition, rank: int) -> MicroBatches:
     return MicroBatches(rounds, tuple(m.graph for m in merged), late, carried, merged[0].copy_of)
 
 
+def full_batch(parts: Partition, rank: int) -> MicroBatches:
+    """Return the one program of a rank under a plan without micro-batches: nothing runs before or after it."""
+    graph = parts.local(rank)
+    return MicroBatches((), (graph,), replace(graph, inputs=(), nodes=(), outputs=(), mutations=()), ())
+
+
 @cached_on_first
 def first_program(parts: Partition, rank: int) -> Interleaved:
     """Return the program of the first interleaved copies, for a timeline.

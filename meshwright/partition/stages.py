@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.graph import Graph, Input, Node
 from meshwright.errors import PlanError
 from meshwright.partition.overlap import Flight
-from meshwright.partition.segments import Segment
+from meshwright.partition.segments import Segment, split_segments
 from meshwright.plan.plan import Plan
 
 Places = Mapping[str, frozenset[int]]  # node → the stages that run it: one, or all that read its result
@@ -113,6 +113,26 @@ def cut_stages(program: Graph, count: int, place: Callable[[Node], frozenset[int
     return tuple(_stage(program, number, where, at, readers, tuple(ends)) for number in range(count))
 
 
+def segment_stages(graph: Graph, cuts: Sequence[int] = ()) -> tuple[Stage, ...]:
+    """Split a program of one rank before the nodes at the positions `cuts`; without any it is one stage."""
+    segments = split_segments(graph, cuts)
+    ends = dict.fromkeys(v for _, v in (*graph.outputs, *graph.mutations))
+    maker = {v: number for number, segment in enumerate(segments) for v in segment.results}
+
+    def stage(segment: Segment) -> Stage:
+        readers = {
+            v: tuple(n for n, other in enumerate(segments) if v in other.boundary) for v in segment.results
+        }
+        return Stage(
+            segment,
+            {v: maker[v] for v in segment.boundary},
+            {v: later for v, later in readers.items() if later},
+            tuple(v for v in ends if v in segment.results),
+        )
+
+    return tuple(map(stage, segments))
+
+
 def _stage(
     program: Graph,
     number: int,
@@ -138,4 +158,4 @@ def _stage(
     return Stage(Segment(graph, tuple(takes), results), takes, gives, mine)
 
 
-__all__ = ["Places", "Stage", "check_one_stage", "cut_stages", "flights_within", "places"]
+__all__ = ["Places", "Stage", "check_one_stage", "cut_stages", "flights_within", "places", "segment_stages"]

@@ -22,8 +22,7 @@ from meshwright.core.graph import Graph, Node
 from meshwright.errors import RunError
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.local_batch import Given
-from meshwright.runtime.micro_batches import Program
-from meshwright.runtime.pipeline_executor import Pipelined
+from meshwright.runtime.programs import Program
 from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 
@@ -113,15 +112,12 @@ class Watch:
         self.between = dict[str, int]()  # what is known of values between segments
 
     @contextlib.contextmanager
-    def watching(self, executor: Executor | Pipelined) -> Iterator[None]:
+    def watching(self, executor: Executor) -> Iterator[None]:
         """Within, the modules of an executor run operator by operator."""
         before = executor.programs
-        if isinstance(executor, Executor):
-            executor.programs = self._watched(executor.programs, 0)
-        else:
-            ends = list(accumulate(len(stage.segment.graph.nodes) for stage in executor.pipe.cut))
-            firsts = [0, *ends]  # places count on through the stages, as one device would run them
-            executor.programs = {s: self._watched(p, firsts[s]) for s, p in executor.programs.items()}
+        ends = list(accumulate(len(stage.segment.graph.nodes) for stage in executor.made.cut))
+        firsts = [0, *ends]  # places count on through the stages, as one device would run them
+        executor.programs = {s: self._watched(p, firsts[s]) for s, p in before.items()}
         try:
             yield
         finally:
@@ -131,16 +127,10 @@ class Watch:
     def _watched(self, programs: Sequence[Program], first: int) -> list[Program]:
         """The program of each micro-batch, to run operator by operator. `first`: the place of its first operator."""
         found: list[Program] = []
-        for number, (segments, modules) in enumerate(programs):
-            place, each = first, []
-            for segment, module in zip(segments, modules, strict=True):
-                if not isinstance(module, fx.GraphModule):
-                    raise RunError(
-                        "find_anomaly of a program that was compiled", hint="without torch.compile"
-                    )
-                each.append(_Watched(self, module, segment.graph, segment.results, number, place))
-                place += len(segment.graph.nodes)
-            found.append((segments, each))
+        for number, (segment, module) in enumerate(programs):
+            if not isinstance(module, fx.GraphModule):
+                raise RunError("find_anomaly of a program that was compiled", hint="without torch.compile")
+            found.append((segment, _Watched(self, module, segment.graph, segment.results, number, first)))
         return found
 
     def saw(self, found: Found, state: int) -> None:

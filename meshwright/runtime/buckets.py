@@ -96,9 +96,9 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The buckets of a step: `begin`, then for each program in time `enter`, backward and `finish`. There is nothing to
-    enter where a step has one program. Between programs gradients arrive and stay where they are: what the next one
-    reduces, it reduces with its own."""
+    """The buckets of a step: `begin`, then for each turn `enter`, backward and `finish`. There is nothing to enter
+    where a step is one turn. Between turns gradients arrive and stay where they are: what the next one reduces, it
+    reduces with its own."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class GradientBuckets:
     ) -> None:
         """Create the buckets of a step.
 
-        `pending`: parameters with the axes of their gradients, in forward order. `uses`: for each program in time, id
-        of a parameter → the number of backward passes that reach it (1 unless the program is split into segments).
-        `each_time`: buckets that scatter do so in every program, not only in the last. `described`: one for each
+        `pending`: parameters with the axes of their gradients, in forward order. `uses`: for each turn, id of a
+        parameter → the number of backward passes that reach it, 1 if it is not named. `each_time`: buckets that scatter
+        do so in every turn, not only in the last. `described`: one for each
         parameter, with the sizes by which all ranks fill their buckets; by default this rank's own. `shards`: id of a
         parameter → its shard, if its update is sharded.
         """
@@ -157,10 +157,10 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.missing = {}
 
-    def enter(self, program: int, last: bool | None = None) -> None:
-        """Before the backward of a program. `last`: of the step; by default the last of all programs is."""
-        last = program == len(self.uses) - 1 if last is None else last
-        uses = self.uses[program]
+    def enter(self, turn: int, last: bool | None = None) -> None:
+        """Before the backward of a turn. `last`: of the step; by default the last of all turns is."""
+        last = turn == len(self.uses) - 1 if last is None else last
+        uses = self.uses[turn]
         scattered = [
             b
             for b in self.buckets

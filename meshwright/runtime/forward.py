@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 
 import torch
 
 from meshwright import heartbeat
-from meshwright.core.graph import LOSS
 from meshwright.core.layout import TensorLayout
 from meshwright.partition import Partition
 from meshwright.runtime.agreement import Alike
@@ -16,10 +14,9 @@ from meshwright.runtime.ambient import Ambient
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
+from meshwright.runtime.executor import make_executor
 from meshwright.runtime.local_batch import BatchParts, Given, place_of, taker
-from meshwright.runtime.micro_batches import InTime
 from meshwright.runtime.parameter_offload import Parked
-from meshwright.runtime.pipeline_executor import Pipelined
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
@@ -62,27 +59,13 @@ class LocalForward:
         self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
         self.results = Results(parts, rank, self.handle, self.pipe)
         self.layouts = self.results.layouts
-        self.in_time: InTime | None = None
-        self.executor: Pipelined | None = None
-        if self.pipe is not None and self.made.in_time is not None:
+        if self.pipe is not None:
             self.batches.only(self.made.reads)
-            self.executor = Pipelined(
-                self.pipe,
-                self.made.stages,
-                leaves,
-                GradientBuckets(rank.comm, []),
-                lambda: None,
-                self.made.enter,
-                self.made.sums,
-                LOSS,
-                rank.device,
-                first_tag=first_tag,
-            )
-            takers = [functools.partial(self.batches.taken, number) for number in range(parts.micro_batches)]
-            self.in_time = InTime(self.made.in_time, self.executor, self.made.enter, self.made.build, takers)
-            self.in_time.results = frozenset(self.results.values.values())
-            self.executor.time = self.in_time
-            self.actions = self.pipe.actions(len(self.made.in_time.rounds))
+        none = GradientBuckets(rank.comm, [])
+        self.executor = make_executor(
+            self.made, leaves, none, self.batches, self.results, first_tag=first_tag
+        )
+        self._wanted = [*self.results.values.values()]
 
     def __call__(
         self, batch: Given, *, gather: bool | Collection[str] = True, share: bool = True
@@ -97,28 +80,15 @@ class LocalForward:
         during = heartbeat.during("a forward pass")
         with self.ambient.as_built(), during, torch.no_grad(), self.parked.away():
             self.made.begin()
-            pieces = self._run(batch)
+            made = self.executor.run(self.made.actions, batch, self._wanted)
+            pieces = self.results.pieces(made.values, made.pieces)
             every = self.layouts if isinstance(gather, bool) else gather
             wanted = frozenset(every) if gather else frozenset()
-            tag = 0 if self.executor is None else self.executor.first_free_tag
+            tag = self.executor.borders.first_free_tag
             return {
                 label: self.results.together(label, pieces[label], label in wanted, share, tag)
                 for label in self.layouts
             }
-
-    def _run(self, batch: Given) -> dict[str, list[torch.Tensor]]:
-        """Label → this rank's shard of the result in each micro-batch; none where its stages do not make it."""
-        if self.executor is None or self.in_time is None:
-            given = {**self.leaves, **self.batches.taken(0, batch)}
-            ((segments, (module,)),) = self.made.found
-            made = module(*(given[entry.name] for entry in segments[0].graph.inputs))
-            return self.results.pieces(dict(zip(segments[0].results, made, strict=True)), None)
-        self.in_time.begin(batch)
-        try:
-            made = self.executor.run(self.actions, {}, [*self.results.values.values()])
-            return self.results.pieces(made, self.in_time.pieces)
-        finally:
-            self.in_time.end()
 
     def gathered(self, x: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
         """A result of one micro-batch as this rank holds it, put together over the ranks. Collective."""

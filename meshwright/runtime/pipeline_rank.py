@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds, and the list of what it does in a step."""
+"""What one rank of a pipeline holds, and with whom it exchanges messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
 from meshwright.partition.stages import Stage
-from meshwright.pipeline.actions import Action
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.messages_across_meshes import Routes
@@ -83,17 +82,6 @@ class Pipeline:
     def maker(self, value: str) -> int:
         """The place whose rank makes a result of the step."""
         return next(self.place_of(n) for n, stage in enumerate(self.cut) if value in stage.ends)
-
-    def actions(self, rounds: int) -> tuple[Action, ...]:
-        """This rank's list: sums first, then the schedule's order with its messages, then the end of the step."""
-        found = [Action("begin")]
-        for number in range(rounds):
-            found += [Action("terms", number, m) for m in range(self.parts.micro_batches)]
-            found.append(Action("sums", number))
-        found += self.messages.listed(self.comm.place)
-        ends = ("late", "share", "reduce_wait", "update", "end")
-        ends = ends if self.schedule.has_backward else ("late", "end")
-        return (*found, *(Action(kind) for kind in ends))
 
     def updated(self, name: str) -> Callable[[int], Laid] | None:
         """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""

@@ -1,11 +1,12 @@
-"""The programs of a rank as modules: one, or one for each micro-batch, and in a pipeline one for each of its stages in
-each micro-batch; and what they share: what is made again, what is kept elsewhere, what waits to be added up."""
+"""The programs of a rank as modules, for each of its stages and micro-batches; and what they share: what is recomputed,
+which saved activations are sharded or offloaded, what waits to be added up."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from meshwright.core.graph import Graph
 from meshwright.partition import Partition
@@ -13,28 +14,38 @@ from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.activation_offload import room_bytes, settled_before, stashed_in
 from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.localize import late_values
-from meshwright.partition.micro_batches import MicroBatches, micro_batches_of
+from meshwright.partition.micro_batches import full_batch, micro_batches_of
 from meshwright.partition.parameter_offload import fetch_runs, is_fetch
 from meshwright.partition.recompute_marks import keeps_of
 from meshwright.partition.segments import Segment, split_segments
+from meshwright.partition.stages import Stage, segment_stages
+from meshwright.pipeline.actions import Action
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels.split_linear import Queue
-from meshwright.runtime.micro_batches import Build, Program, modules_in_time
+from meshwright.runtime.micro_batches import Build, modules_in_time, order_of_one_rank, step_actions
 from meshwright.runtime.parameter_offload import Fetches, Parked
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recompute import Again
 
+Program = tuple[Segment, Callable[..., Any]]
+
 
 class Programs:
-    """The programs of a rank. `in_time`: one for each micro-batch, None for a full batch in one stage. `graph`: that of
-    the first micro-batch. `found`: segments and modules of each micro-batch, in a pipeline those of all stages one
-    after the other; `stages` has them by stage. `sums`: where gradients are accumulated before reshards send them, in a
-    pipeline one for each stage. `stores`: saved activations of each stage. `again`, `fetches`, `queue`: what backward
-    needs; None or empty if it needs nothing."""
+    """What a rank runs: a graph and a module for each of its stages in each micro-batch. Without a pipeline it has one
+    stage.
+
+    - `in_time`: its programs over time. `graph`: that of the first micro-batch; `copy_of`: node → its copy in there.
+    - `cut`: all stages of the first micro-batch. What crosses their borders is the same in each.
+    - `programs`: stage of this rank → its segment and module in each micro-batch.
+    - `sums`: stage → where gradients are added up before some reshards send them.
+    - `stores`: what stages of a pipeline shard or offload of their saved activations.
+    - `again`, `fetches`, `queue`: what backward asks for; None or empty if it asks nothing.
+    - `actions`: the list of what the rank does in a step.
+    """
 
     def __init__(
         self,
@@ -47,42 +58,76 @@ class Programs:
         *,
         training: bool = True,
     ) -> None:
-        """Build the programs. `cuts`: nodes before which a plain program is split into segments. Without `training` no
-        result may end late."""
+        """`cuts`: nodes before which the program of a plan without a pipeline is split into stages. Without `training`
+        no result may end late."""
         self.parts, self.rank, self.handle, self.parked, self.pipe = parts, rank, handle, parked, pipe
-        cut = parts.micro_batches > 1 or pipe is not None
-        in_time = micro_batches_of(parts, rank.comm.rank) if cut else None
-        if pipe is not None and in_time is not None:
-            in_time = pipe.begin(in_time)
-        self.in_time: MicroBatches | None = in_time
-        self.graph: Graph = parts.local(rank.comm.rank) if in_time is None else in_time.programs[0]
-        self.copy_of = {} if in_time is None else in_time.copy_of
-        late = late_values(self.graph if in_time is None else in_time.late)
+        if pipe is not None:
+            self.in_time = pipe.begin(micro_batches_of(parts, rank.comm.rank))
+        else:
+            programs_of = micro_batches_of if parts.micro_batches > 1 else full_batch
+            self.in_time = programs_of(parts, rank.comm.rank)
+        self.graph: Graph = self.in_time.programs[0]
+        self.copy_of = self.in_time.copy_of
         # A pipeline's loss is sent on at once.
-        self.late = late if pipe is None and training else frozenset[str]()
+        ends_late = self.in_time.late if parts.micro_batches > 1 else self.graph
+        self.late = late_values(ends_late) if pipe is None and training else frozenset[str]()
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         asked = keeps or parts.stashes or any(n.kwarg("again") for n in self.graph.nodes)
         self.again, self._keeps = Again() if asked else None, keeps
         self.stores: dict[int, Store] = {}
         self.fetches: list[Fetches] = []
-        self.sums = {s: Accumulation(summed_first(parts)) for s in (pipe.mine if pipe is not None else (0,))}
+        self.sums: dict[int, Accumulation] = {}
         self.queue = Queue() if pipe is not None and pipe.splits_backward else None
+        self.programs: dict[int, list[Program]] = {}
+        self.build, self.cut = self._of_one_rank(cuts) if pipe is None else self._of_pipeline(pipe)
+        self.actions = self._actions(training)
+
+    def _of_one_rank(self, cuts: Sequence[int]) -> tuple[Build, tuple[Stage, ...]]:
+        """Build the stages of a rank without a pipeline: usually one."""
         options, _ = self._options(self.graph)
-        self.build = self._builder(options)
-        self.stages: dict[int, list[Program]] = {}
-        self.found: list[Program]
-        if pipe is not None and in_time is not None:
-            for s, programs in pipe.segments(in_time).items():
-                own, store = self._options(programs[0][0].graph)
-                self.stores |= {} if store is None else {s: store}
-                build = self._builder(replace(own, sums=self.sums[s], queue=self.queue))
-                self.stages[s] = modules_in_time(programs, parts.plan.mesh, self.enter, build, parts.copies)
-            self.found = [program for each in self.stages.values() for program in each]
+        sums = Accumulation(summed_first(self.parts))
+        build = self._builder(replace(options, sums=sums))
+        stages = segment_stages(self.graph, cuts)
+        self.sums = dict.fromkeys(range(len(stages)), sums)
+        segments = [split_segments(graph, cuts) for graph in self.in_time.programs]
+        self._build_stages(range(len(stages)), segments, build)
+        return build, stages
+
+    def _of_pipeline(self, pipe: Pipeline) -> tuple[Build, tuple[Stage, ...]]:
+        """Build this rank's stages of a pipeline."""
+        options, _ = self._options(self.graph)
+        for s, segments in pipe.segments(self.in_time).items():
+            self.sums[s] = Accumulation(summed_first(self.parts))
+            own, store = self._options(segments[0][0].graph)
+            self.stores |= {} if store is None else {s: store}
+            self._build_stages(
+                (s,), segments, self._builder(replace(own, sums=self.sums[s], queue=self.queue))
+            )
+        return self._builder(options), pipe.cut
+
+    def _build_stages(
+        self, numbers: Sequence[int], programs: Sequence[tuple[Segment, ...]], build: Build
+    ) -> None:
+        """Build the modules of some stages, whose segments each micro-batch has side by side."""
+        found = modules_in_time(programs, self.parts.plan.mesh, self.enter, build, self.parts.copies)
+        for index, s in enumerate(numbers):
+            self.programs[s] = [(segments[index], modules[index]) for segments, modules in found]
+
+    def _actions(self, training: bool) -> tuple[Action, ...]:
+        pipe, in_time = self.pipe, self.in_time
+        if pipe is None:
+            order = order_of_one_rank(len(self.cut), len(in_time.programs), training=training)
         else:
-            self.build = self._builder(replace(options, sums=self.sums[0]))
-            graphs = [self.graph] if in_time is None else in_time.programs
-            segments = [split_segments(graph, cuts) for graph in graphs]
-            self.found = modules_in_time(segments, parts.plan.mesh, self.enter, self.build, parts.copies)
+            order = pipe.messages.listed(pipe.comm.place)
+        applies = {
+            "late": bool(in_time.late.outputs),
+            "share": pipe is not None and training,
+            "reduce_wait": training,
+            "update": training,
+            "end": pipe is not None,
+        }
+        ends = [kind for kind, here in applies.items() if here]
+        return step_actions(in_time, self.parts.micro_batches, order, ends)
 
     def _builder(self, options: BuildOptions) -> Build:
         return functools.partial(build_module, rank=self.rank, handle=self.handle, options=options)
@@ -116,18 +161,30 @@ class Programs:
         return options, store
 
     @property
+    def segments(self) -> list[Segment]:
+        """The segments of all stages and micro-batches of this rank."""
+        return [segment for programs in self.programs.values() for segment, _ in programs]
+
+    def segment(self, stage: int, micro_batch: int) -> Segment:
+        """The segment of a stage in a micro-batch, which may have fewer examples than the first."""
+        return self.programs[stage][micro_batch][0]
+
+    @property
+    def modules(self) -> list[Callable[..., Any]]:
+        """The modules of the first micro-batch, stage by stage."""
+        return [programs[0][1] for programs in self.programs.values()]
+
+    @property
     def reads(self) -> frozenset[str]:
         """The inputs of the model's program that those of this rank read."""
-        graphs = [segment.graph for segments, _ in self.found for segment in segments]
-        graphs += [terms for one in self.in_time.rounds for terms in one.terms] if self.in_time else []
+        graphs = [segment.graph for segment in self.segments]
+        graphs += [terms for one in self.in_time.rounds for terms in one.terms]
         names = (entry.name for graph in graphs for entry in graph.inputs)
         return frozenset(original(n, self.copy_of[n]) if n in self.copy_of else n for n in names)
 
     def enter(self, micro_batch: int) -> None:
         """Put the rank into a micro-batch."""
         self.rank.micro_batch = micro_batch
-        if self.pipe is None:
-            self.sums[0].last = micro_batch + self.parts.copies >= self.parts.micro_batches
 
     def begin(self) -> None:
         """Before a step: nothing of an earlier one is under way."""
@@ -136,14 +193,25 @@ class Programs:
         for sums in self.sums.values():
             sums.begin()
 
+    @property
+    def turns(self) -> str:
+        """What reduces gradients, or adds them up where they are reduced, before others arrive: each ``micro-batch``
+        without a pipeline, each backward of a ``stage`` where it scatters them, else the step."""
+        if self.pipe is None:
+            return "micro-batch" if len(self.in_time.programs) > 1 else "step"
+        return "stage" if scattered_each_time(self.parts) else "step"
+
     def uses(self, ids: Mapping[str, int]) -> list[dict[int, int]]:
-        """How often each backward reaches the weights; in a pipeline each step, or where gradients are reduced each
-        time, backward of each of its stages. `ids`: input → what stands for its weight."""
-        if self.stages and scattered_each_time(self.parts):
-            return [_uses(programs[0][0], ids) for programs in self.stages.values()]
-        if self.stages:
-            return [_uses((segment for segments, _ in self.found for segment in segments), ids)]
-        return [_uses(segments, ids) for segments, _ in self.found]
+        """How often backward reaches the weights in each of the turns. `ids`: input → what stands for its weight."""
+        every = list(self.programs.values())
+        match self.turns:
+            case "micro-batch":
+                turns = [[stage[m] for stage in every] for m in range(len(every[0]))]
+            case "stage":
+                turns = [stage[:1] for stage in every]
+            case _:
+                turns = [[program for stage in every for program in stage]]
+        return [_uses((segment for segment, _ in turn), ids) for turn in turns]
 
 
 def _uses(segments: Iterable[Segment], ids: Mapping[str, int]) -> dict[int, int]:
@@ -155,4 +223,4 @@ def _uses(segments: Iterable[Segment], ids: Mapping[str, int]) -> dict[int, int]
     return counts
 
 
-__all__ = ["Programs"]
+__all__ = ["Program", "Programs"]

@@ -40,14 +40,14 @@ class Results:
         return not set(self.parts.plan.mesh.time).isdisjoint(self.layouts[label].partial)
 
     def pieces(
-        self, made: Mapping[str, torch.Tensor], in_time: Mapping[tuple[str, int], torch.Tensor] | None
+        self, made: Mapping[str, torch.Tensor], in_time: Mapping[tuple[str, int], torch.Tensor]
     ) -> dict[str, list[torch.Tensor]]:
         """Label → this rank's shard of the result in each micro-batch; none where its stages do not make it.
         `made`: what the step has made, sums over micro-batches among it. `in_time`: (value, micro-batch) → what that
-        one has made, None for a batch in one piece."""
+        one has made."""
         found: dict[str, list[torch.Tensor]] = {}
         for label, value in self.values.items():
-            if in_time is None or self.is_sum(label):
+            if self.is_sum(label):
                 found[label] = [made[value]] if value in made else []
             else:
                 numbers = range(self.parts.micro_batches)

@@ -72,7 +72,14 @@ class Recorder:
         """Record what a step runs."""
         kinds = step.executor.kinds
         step.executor.kinds = {kind: self._timed(done) for kind, done in kinds.items()}
-        talkers: list[Any] = [step.executor, step.pipe, step.handle, step.rank, step.buckets, step.sharded]
+        talkers: list[Any] = [
+            step.executor.borders,
+            step.pipe,
+            step.handle,
+            step.rank,
+            step.buckets,
+            step.sharded,
+        ]
         before = [(one, one.comm) for one in talkers if hasattr(one, "comm")]
         for one, comm in before:
             one.comm = _Watched(comm, self)

@@ -119,7 +119,7 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind(
         step = LocalStep(parts, rank, {k: v.detach().clone() for k, v in values.items()}, torch.optim.SGD)
         recorder = Recorder(rank.device)
         ahead = ahead_of_first(step.world, rank.device, step.last_tag + 1)
-        talkers = (step.executor, step.pipe, step.handle, rank, step.buckets, step.sharded)
+        talkers = (step.executor.borders, step.pipe, step.handle, rank, step.buckets, step.sharded)
         before = dict(step.executor.kinds), [one.comm for one in talkers]
         with recorder.watching(step):
             step.gradients(whole)

@@ -149,7 +149,7 @@ def test_linears_whose_weights_wait_pay_for_the_queue(schedule: str) -> None:
     launch = Cluster.preset("cpu", ranks_per_node=2).device.launch_seconds
     for place in (0, 1):
         step = LocalStep(parts, Rank(Counter(parts.asked.ranks, place), torch.device("cpu")), values, None)
-        (module,) = step.made.stages[place][0][1]
+        _, module = step.made.programs[place][0]
         linears = sum(isinstance(m, SplitLinear) for m in module.modules())
         assert bool(linears) == (schedule == "zero_bubble")
         more, (ours, theirs) = linears * launch, (plain.stages[place], split.stages[place])

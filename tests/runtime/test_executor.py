@@ -14,7 +14,6 @@ from meshwright.partition.segments import split_segments
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.communicator import Alone, SimulatedWorld
-from meshwright.runtime.executor import plain_actions
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 
@@ -69,7 +68,9 @@ def test_segments_say_what_crosses_their_borders() -> None:
 
 
 def test_the_actions_of_a_plain_plan() -> None:
-    assert [str(a) for a in plain_actions(1)] == [
+    _, _, _, parts, values = prepared(1, "stand_alone")
+    step = LocalStep(parts, Rank(Alone(parts.plan.mesh), torch.device("cpu")), values, sgd)
+    assert [str(a) for a in step.actions] == [
         "begin",
         "forward(0, 0)",
         "backward(0, 0)",

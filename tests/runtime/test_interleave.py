@@ -118,8 +118,8 @@ def test_each_copy_computes_while_the_other_waits() -> None:
     comm = Sends(parts.ranks, 0)
     comm.events = events = []
     step = LocalStep(parts, Rank(comm, torch.device("cpu")), values_of(model, captured), None)
-    modules = step.executor.programs[0][1]
-    modules[0] = Told(modules[0], events).run  # type: ignore[index]
+    segment, module = step.executor.programs[0][0]
+    step.executor.programs[0][0] = segment, Told(module, events).run
     step.gradients(dict(leaves(batch)))
     # Three layers, two sums a layer each way, two copies.
     assert sum(e.startswith("start") for e in events) == 3 * 2 * 2 * 2

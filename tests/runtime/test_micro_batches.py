@@ -93,15 +93,15 @@ def test_gradients_add_up_in_their_buckets() -> None:
     _, step, _ = run(4, "data_parallel")
     places = {v.untyped_storage().data_ptr() for b in step.buckets.buckets for v in b.views}
     entered: list[int] = []
-    enter = step.executor.kinds["enter"]
+    forward = step.executor.kinds["forward"]
 
     def look(action) -> None:
         if action.micro_batch:
             gradients = [p.grad for p in step.weights.values()]
             entered.append(sum(g is not None and g.untyped_storage().data_ptr() in places for g in gradients))
-        enter(action)
+        forward(action)
 
-    step.executor.kinds["enter"] = look
+    step.executor.kinds["forward"] = look
     _model, example, _ = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=16)
     step.gradients(dict(leaves(example)))
     assert entered == [len(step.weights)] * 3
@@ -109,8 +109,8 @@ def test_gradients_add_up_in_their_buckets() -> None:
 
 def test_equal_programs_are_built_once() -> None:
     _, step, _ = run(4)
-    assert len(step.executor.programs) == 4
-    assert len({id(modules) for _, modules in step.executor.programs}) == 1
+    assert len(step.executor.programs[0]) == 4
+    assert len({id(module) for _, module in step.executor.programs[0]}) == 1
 
 
 def test_uneven_micro_batches_have_programs_of_their_own() -> None:
@@ -118,7 +118,7 @@ def test_uneven_micro_batches_have_programs_of_their_own() -> None:
     _, step, parts = run(4, batch=10)
     rows = [p.input_of("batch")[0].type.shape[0] for p in micro_batches_of(parts, 0).programs]
     assert rows == [2, 1, 2, 1]
-    assert len({id(modules) for _, modules in step.executor.programs}) == 2
+    assert len({id(module) for _, module in step.executor.programs[0]}) == 2
 
 
 def test_gradients_alone_leave_everything_else() -> None:
@@ -130,7 +130,7 @@ def test_gradients_alone_leave_everything_else() -> None:
     kept = {n: p.grad.clone() for n, p in step.parameters.items()}
     assert torch.equal(step.gradients(batch), first)
     assert all(torch.equal(p.grad, kept[n]) for n, p in step.parameters.items())
-    assert not step.executor.values
+    assert not step.executor.batch.values
 
 
 def test_the_list_of_actions_says_what_runs_when() -> None:
@@ -138,6 +138,6 @@ def test_the_list_of_actions_says_what_runs_when() -> None:
     kinds = [a.kind for a in step.actions]
     assert kinds == [
         "begin", "terms", "terms", "sums",
-        "enter", "forward", "backward", "leave", "enter", "forward", "backward", "leave",
+        "forward", "backward", "forward", "backward",
         "late", "reduce_wait", "update",
     ]  # fmt: skip

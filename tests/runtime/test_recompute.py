@@ -101,17 +101,17 @@ def test_a_mask_is_that_of_its_forward_though_the_rank_has_gone_on() -> None:
         step, batch = alone("gpt", replace(plan, keeps=everything(graph)))
         executor = step.executor
         executor.kinds["backward"] = functools.partial(
-            _backward_later, executor.kinds["backward"], step.rank, later
+            _backward_later, step, executor.kinds["backward"], later
         )
         step.gradients(batch)
         grads.append([p.grad for p in step.parameters.values()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def _backward_later(backward: Any, rank: Rank, later: int, action: Any) -> None:
-    rank.micro_batch = later
+def _backward_later(step: LocalStep, backward: Any, later: int, action: Any) -> None:
+    step.executor.batch.enter = lambda _: step.made.enter(later)  # type: ignore[method-assign]
     backward(action)
-    assert rank.micro_batch == later
+    assert step.rank.micro_batch == later
 
 
 def calls_of(step: LocalStep, batch: Any) -> Multiset[str]:

@@ -14,7 +14,7 @@ from meshwright.core.graph import START
 from meshwright.examples import recommender
 from meshwright.predict.pipeline_step import stages_in_copies
 from meshwright.runtime.activation_offload import Store
-from meshwright.runtime.micro_batches import InTime
+from meshwright.runtime.micro_batches import StepBatch
 from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.step import LocalStep
 from tests.verify.test_pipelines import MIXED, STAGES, built, planned, prove, steps_of
@@ -140,13 +140,13 @@ def test_a_plan_of_copies_with_recompute_explains_what_they_keep(stages: dict[st
 def test_a_copy_that_reads_the_other_ones_examples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = built("gpt")
     plan = planned("gpt", 2, pipeline=2, micro_batches=2, interleave=2)
-    given = InTime.given
+    given = StepBatch.given
 
     def first_alone(self: Any, program: int) -> dict[str, torch.Tensor]:
         found = given(self, program)
         return {k: found[k.replace("copy1_", "copy0_")] for k in found}
 
-    monkeypatch.setattr(InTime, "given", first_alone)
+    monkeypatch.setattr(StepBatch, "given", first_alone)
     assert not mw.verify(model, batch, loss=loss, plan=plan).ok
 
 

@@ -231,7 +231,8 @@ def test_zero_bubble_leaves_the_weights_half_of_linears_for_later() -> None:
     linears = sum(n.op == "aten.linear.default" for n in captured_of(*built("llama")).graph.nodes)
 
     def look(step: LocalStep, batch: Any) -> int:
-        return sum(isinstance(m, SplitLinear) for (_, (module,)) in step.programs for m in module.modules())
+        programs = [program for stage in step.made.programs.values() for program in stage]
+        return sum(isinstance(m, SplitLinear) for _, module in programs for m in module.modules())
 
     assert sum(steps_of("llama", plan, look)) == linears * 4  # one module for each micro-batch
 
