@@ -22,12 +22,17 @@ from meshwright.launch.bootstrap import die_with
 
 
 def warm() -> None:
-    """Import all that a step imports; torch's optimizers bring its compiler, with the first of them."""
+    """Import all that a step imports, much of it with the first model that is exported, stepped and proved."""
+    import pytest
+
     import meshwright as mw
 
+    assert pytest  # what scripts import of tests needs it
     # Names of the package import what is behind them when they are first asked for.
-    assert all(map(callable, (mw.train_step, mw.verify, mw.shard_loader, torch.export.export)))
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert all(map(callable, (mw.train_step, mw.shard_loader)))
+    with torch.random.fork_rng(devices=[]):  # a rank finds the generator of a new process
+        model, x = torch.nn.Linear(4, 2), torch.randn(2, 4)
+    mw.verify(model, x, loss=lambda model, x: model(x).square().mean(), mesh=2).raise_if_different()
 
 
 def become(job: dict, parent: int) -> int:

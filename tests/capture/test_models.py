@@ -13,9 +13,13 @@ from meshwright.capture.pytree import map_leaves
 from meshwright.core.graph import Graph, parse, verify
 from meshwright.examples import gpt, mlp, recommender
 from meshwright.examples.zoo import NAMES, hugging_face
+from tests.breadth import first
 
 EXAMPLES = {"mlp": mlp.build, "gpt": gpt.build, "recommender": recommender.build}
-MODELS = (*EXAMPLES, *NAMES)
+FULL = ("gpt2", "qwen3", "vit")  # layers like those of gpt, llama and bert
+MODELS = first(
+    len(EXAMPLES) + len(NAMES) - len(FULL), (*EXAMPLES, *(n for n in NAMES if n not in FULL), *FULL)
+)
 
 
 def build(name: str, **options: Any) -> Any:

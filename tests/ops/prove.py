@@ -237,7 +237,9 @@ def prove(case: Sample, site: Site, strategy: Strategy, mesh: Mesh, exact: bool 
         for i, (t, p) in enumerate(zip(case.tensors, ports.inputs, strict=True))
     ]
     wanted = [i for i, r in enumerate(case.results) if r.requires_grad]
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(
+        3
+    )  # `torch.manual_seed` formats the stack for other devices, each time
     grads = [torch.randn_like(case.results[i]) for i in wanted]
     pieces = [scatter(g, ports.outputs[i].backward, mesh, 70 + i) for g, i in zip(grads, wanted, strict=True)]
     leaves = [i for i, t in enumerate(case.tensors) if t.requires_grad]

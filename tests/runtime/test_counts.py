@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter as Multiset
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,16 @@ CASES = {
 }
 
 
+@functools.cache
+def built(name: str) -> Any:
+    """Model, batch and loss, captured once for all plans."""
+    return CASES[name][0]()
+
+
 def run(name: str, mesh: dict[str, int], mode: str, rank: int):
     """One step of one rank with the counting communicator, and the collectives that were predicted for it."""
-    build, pins = CASES[name]
-    model, batch, loss = build()
+    pins = CASES[name][1]
+    model, batch, loss = built(name)
     captured = captured_of(model, batch, loss)
     plan = plan_captured(captured, mesh, mode, pins if mode != "data_parallel" else None)
     parts = lower(captured, plan)

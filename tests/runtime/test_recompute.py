@@ -24,6 +24,7 @@ from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.node_modules import Recomputed
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import first
 
 GPT = gpt.GPTConfig(48, 24, 3, 4, 8, dropout=0.1)
 BUILDS = {
@@ -69,8 +70,8 @@ def alone(name: str, plan: Plan) -> tuple[LocalStep, Any]:
 
 @pytest.mark.parametrize(
     ("mesh", "communication"),
-    (({"dp": 3}, True), ({"dp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2}, False)),
-    ids=("3", "2x2", "2x2, sums kept"),
+    first(2, (({"dp": 3}, True), ({"dp": 2, "tp": 2}, False), ({"dp": 2, "tp": 2}, True))),
+    ids=("3", "2x2, sums kept", "2x2"),
 )
 @pytest.mark.parametrize("name", BUILDS)
 def test_all_made_again_trains_as_one_device(name: str, mesh: dict[str, int], communication: bool) -> None:

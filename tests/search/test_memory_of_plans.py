@@ -118,7 +118,7 @@ def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
     )
     assert evaluator is not None and planner.folds.repeats == (8,)
     problem, draw = space.problem(), np.random.default_rng(0)
-    for number in range(8):
+    for number in range(4):
         noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
         unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
         choice = space.choice(solve(replace(problem, unary=unary)).states)

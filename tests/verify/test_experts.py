@@ -13,7 +13,7 @@ import meshwright as mw
 @pytest.mark.parametrize(
     "asked",
     [
-        {"mesh": {"dp": 2}, "micro_batches": 2},
+        pytest.param({"mesh": {"dp": 2}, "micro_batches": 2}, marks=pytest.mark.full),
         {"mesh": {"dp": 2}, "optimizer_parallel": 3, "recompute": "full", "pipeline": 2, "micro_batches": 2},
         {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation",
          "pins": {"*.q_proj": {"n": "tp"}, "*.gate_up_proj": {"1": "tp"}}},

@@ -46,8 +46,17 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-TURNS = [  # one schedule for each mix in the fast tests, the other in the slow ones
-    pytest.param(mix, schedule, marks=[] if (number + turn) % 2 else [pytest.mark.slow])
+ALSO_IN_A_MIX = ("states on the host", "parameters on the host", "slices", "parts of gradients added up")
+TURNS = [  # one schedule for each mix, the other in the slow tests
+    pytest.param(
+        mix,
+        schedule,
+        marks=pytest.mark.slow
+        if not (number + turn) % 2
+        else pytest.mark.full
+        if mix in ALSO_IN_A_MIX
+        else (),
+    )
     for number, mix in enumerate(MIXES)
     for turn, schedule in enumerate(("1f1b", "zero_bubble"))
 ]

@@ -22,12 +22,21 @@ def prove(name: str, label: str, mesh: Any, mode: str = "semi_auto") -> None:
     assert any("inexact by design" in note for note in plan.notes) == bool(report.inexact)
 
 
-# Every technique and every combination on one of the models: a quick run has all of them on some model.
+# Every technique and every combination on one of the models.
 QUICK = [
     (list(MODELS)[number % len(MODELS)], label)
     for table in (ALONE, TOGETHER)
     for number, label in enumerate(table)
 ]
+# Combinations that together have every technique, which is also there alone.
+FEW = (
+    "in turns, weights in parts",
+    "frozen, weights in parts, what is cheap again",
+    "slices on the host, what is cheap again, in turns",
+    "all on the host, weights in parts, micro-batches",
+    "two of four, biases whole, a budget",
+    "all of it",
+)
 REST = [(name, label) for label in TABLE for name in MODELS if (name, label) not in QUICK]
 MORE = [
     (name, label, mesh, mode)
@@ -39,7 +48,13 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "label"), QUICK)
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        pytest.param(name, label, marks=pytest.mark.full if label in TOGETHER and label not in FEW else ())
+        for name, label in QUICK
+    ],
+)
 def test_techniques_train_as_one_device(name: str, label: str) -> None:
     prove(name, label, TABLE[label].mesh)
 

@@ -13,6 +13,7 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.examples import llama, zoo
 from meshwright.plan.plan import Plan
+from tests.breadth import first
 from tests.search.planned import MESHES, built, cluster, free, peaks
 
 
@@ -87,7 +88,7 @@ def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None
     assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.28])
+@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
 def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
     plan = tight(share)
     found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
@@ -96,15 +97,20 @@ def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None
     assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.28])
+@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
 def test_what_was_chosen_computes_what_one_device_computes(share: float) -> None:
     net, batch, loss = built("wide gpt")
     mw.verify(net, batch, loss=loss, plan=tight(share)).raise_if_different()
 
 
-def test_weights_or_activations_go_to_the_host_where_that_is_quicker_than_computing_again() -> None:
+def test_weights_or_activations_go_to_the_host() -> None:
     plan = tight(0.28)
     assert {"activations", "parameters"}.intersection(plan.techniques.offload), str(plan.techniques)
+
+
+@pytest.mark.full  # another search; the next test shows it of activations
+def test_weights_or_activations_go_to_the_host_where_that_is_quicker_than_computing_again() -> None:
+    plan = tight(0.28)
     held = planned("wide gpt", "2x2", 0.28, offload=("optimizer",), slice_activation=False)
     assert plan.claims["step_seconds"] <= 0.98 * held.claims["step_seconds"]
 
@@ -161,7 +167,7 @@ def test_each_open_technique_is_explained() -> None:
     assert any("fit" in note for note in said)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.28])
+@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
 def test_nothing_that_was_simulated_is_quicker(share: float) -> None:
     said = [note for note in tight(share).notes if "next best" in note]
     assert said and not any(" at -" in note for note in said), said
@@ -188,13 +194,13 @@ def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
 
 
 def test_a_plan_and_its_file_say_the_same() -> None:
-    plan = tight(0.4)
+    plan = tight(0.28)
     assert Plan.from_json(plan.to_json()).techniques == plan.techniques
 
 
 def test_where_nothing_fits_the_most_frugal_techniques_are_named() -> None:
     with pytest.raises(PlanError, match="no plan fits") as caught:
-        planned("wide gpt", "2x2", 0.02)
+        planned("llama", "2", 0.02)
     assert "recompute='full'" in caught.value.why and "micro_batches=" in caught.value.why
 
 

@@ -45,8 +45,10 @@ def planner(model: str, memory: float, machine: Cluster) -> Planner:
     return Planner(scene, folds, {}, request)
 
 
-def every(model: str, machine: Cluster) -> list[Staged]:
-    """All, each simulated."""
+@functools.cache
+def every(model: str, slow: float) -> list[Staged]:
+    """All on a cluster, each simulated."""
+    machine = cluster(slow)
     found: list[Staged] = []
     for outer in outers(machine, LAYERS[model]):
         inside = planner(model, 1e9, outer.inside(machine))
@@ -83,7 +85,7 @@ def techniques_of(inside: Planner) -> list[Techniques]:
 def test_no_configuration_is_quicker(model: str, share: float) -> None:
     """`share`: of all configurations so many fit."""
     machine = cluster(slow=10.0)
-    free = every(model, machine)
+    free = every(model, 10.0)
     memory = sorted(p.peak_bytes for p in free)[int(share * (len(free) - 1))]
     best, *others = stages(machine, functools.partial(planner, model, memory), LAYERS[model])
     assert max(p.peak_bytes for p in (best, *others)) <= memory
