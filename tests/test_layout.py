@@ -155,6 +155,8 @@ def test_normal_forms_of_even_products_agree_if_and_only_if_the_indices_do(left,
         ("[(1 32/a 1)]", "[32/a]"),
         ("[{8/a | {4 | 4}}]", "[{8/a | 8}]"),
         ("[(4/c 6)]", "[(4/c 6)]"),
+        ("[(2:1+1/a 5)]", "[(2:1+1/a 5)]"),  # groups stay: blocks end between them alone
+        ("[(2/a 5:2+3/b)]", "[(2/a 5:2+3/b)]"),
     ],
 )
 def test_known_normal_forms(text, short):

@@ -116,6 +116,22 @@ def test_parts_of_a_concatenation_are_cut_together():
     assert units(sites["three"].trees["s"])[0] == ((0, 0, 0), (0, 1, 0), (0, 2, 0))
 
 
+@pytest.mark.parametrize(
+    ("parts", "first_alone", "both"), [((8, 24), True, True), ((7, 25), False, True), ((1, 31), False, False)]
+)
+def test_parts_are_sharded_one_by_one_where_each_is_long_enough(parts, first_alone, both):
+    """Of which a part is left out: that is worth it from eight elements on."""
+    x = '%x: f32[4, 32] = batch("x", batch_dim=0)'
+    first, second = (f"f32[4, {n}]" for n in parts)
+    taken = f"%y: {first} = aten.slice.Tensor(%x, 1, 0, {parts[0]}, 1)\n return loss=%y"
+    split = f"%y: ({first}, {second}) = aten.split_with_sizes.default(%x, {parts}, 1)\n return loss=%y.0"
+    for text, wanted in ((taken, first_alone), (split, both)):
+        graph = parse(f'graph "parts" {{\n {x}\n {text}\n}}\n')
+        site = analyze(graph, rules_of(graph)).sites["y"]
+        assert ("s" in splittable(site)) == wanted
+        assert (site.rule.why_replicated == "") == wanted
+
+
 def test_a_view_that_cuts_through_keeps_both_sides_whole():
     graph = parse(CONFLICT)
     site = analyze(graph, rules_of(graph)).sites["y"]
