@@ -93,6 +93,8 @@ class MemoryBudget:
     tightenings: int = 8
     # Doublings of the price of a byte until something fits: from 1/8 of a step for a full device to 256 of them.
     doublings: int = 12
+    # Of these, how many are tried one after the other, before the last.
+    low_doublings: int = 2
     # Halvings back: within 1/16 of the last doubling.
     halvings: int = 4
     # Of the bound: what is that near is not searched further. Simulations differ from sums by more.

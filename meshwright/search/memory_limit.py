@@ -141,9 +141,9 @@ def fits(planner: Planner, found: Found) -> bool:
 def priced_by_bytes(
     planner: Planner, run: Callable[[np.ndarray | None], Found]
 ) -> tuple[Found | None, Found | None]:
-    """The cheapest of what `run` finds for a price per byte that fits: the price is doubled until something does, then
-    halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest. Ended early it returns
-    the best so far."""
+    """The cheapest of what `run` finds for a price per byte that fits: the least doubling of a low price at which
+    something does, then halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest.
+    Ended early it returns the best so far."""
     stop = planner.request.stop
     found = run(None)
     if fits(planner, found):
@@ -152,20 +152,21 @@ def priced_by_bytes(
     assert planner.request.memory_bytes is not None
     instants = len(INSTANTS)
     nearest: Found | None = found
-    low, high = 0.0, found.claims["price_seconds"] / planner.request.memory_bytes / 8
+    first = found.claims["price_seconds"] / planner.request.memory_bytes / 8
     best: Found | None = None
-    for _ in range(MEMORY.doublings):
-        if stop.now():
-            break
-        found = run(np.full(instants, high))
+    low, high = -1, MEMORY.doublings  # doublings at which nothing fits, and at which something does
+    # What is nearly free comes first, then the most: where that does not fit, nothing does.
+    tries = [*range(MEMORY.low_doublings), MEMORY.doublings - 1]
+    while (doublings := tries.pop(0) if tries else (low + high) // 2) > low and not stop.now():
+        found = run(np.full(instants, first * 2**doublings))
         if fits(planner, found):
-            best = found
+            best, high, tries = found, doublings, []
             offer(planner, found)
-            break
-        nearest = nearer(planner, nearest, found)
-        low, high = high, 2 * high
+        else:
+            nearest, low = nearer(planner, nearest, found), doublings
     if best is None:
         return None, nearest
+    low, high = first * 2**low if low >= 0 else 0.0, first * 2**high
     for _ in range(MEMORY.halvings):
         if stop.now(known=True):
             break
