@@ -35,16 +35,16 @@ def run_family(name: str) -> None:
 
 def _compared(captured: Any, cluster: Any, mesh: Any, ranks: int) -> dict[str, float]:
     from meshwright.ops.analysis import factors_of
+    from meshwright.search.context import SearchContext
     from meshwright.search.layer_groups import folded
     from meshwright.search.planner import Planner, Request
     from meshwright.search.recursion import recursive_programming
-    from meshwright.search.scene import Scene
     from meshwright.search.solve import solve
     from meshwright.search.space.families import named, runs
 
     folds = folded(captured.graph, captured.folding)
-    scene = Scene(folds.graph, factors_of(folds.graph), mesh)
-    planner = Planner(scene, folds, {}, Request(cluster))
+    context = SearchContext(folds.graph, factors_of(folds.graph), mesh)
+    planner = Planner(context, folds, {}, Request(cluster))
     axes = len(mesh.axes)
     found = {"recursion": recursive_programming(planner.space, mesh).price}
     if axes <= 3:

@@ -156,9 +156,9 @@ def _warm(cluster: Any) -> None:
 
 def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, memory: bool) -> Any:
     from meshwright.ops.analysis import factors_of
+    from meshwright.search.context import SearchContext
     from meshwright.search.layer_groups import folded
     from meshwright.search.planner import Planner, Request
-    from meshwright.search.scene import Scene
 
     folds = clock("fold", lambda: folded(captured.graph, captured.folding))
     factors = clock("factors", lambda: factors_of(folds.graph))
@@ -168,7 +168,7 @@ def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, mem
         space=row.space,
         simulate=memory,
     )
-    return clock("codes", lambda: Planner(Scene(folds.graph, factors, mesh), folds, {}, request))
+    return clock("codes", lambda: Planner(SearchContext(folds.graph, factors, mesh), folds, {}, request))
 
 
 def _exact(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
@@ -217,17 +217,17 @@ def _searched(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) ->
 def _propagation(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
     from meshwright.core.mesh import Mesh
     from meshwright.ops.analysis import factors_of
+    from meshwright.search.context import SearchContext
     from meshwright.search.layer_groups import folded
     from meshwright.search.modes import _assign  # the search alone, without what every mode checks after it
-    from meshwright.search.scene import Scene
 
     folds = clock("fold", lambda: folded(captured.graph, captured.folding))
     factors = clock("factors", lambda: factors_of(folds.graph))
     mesh = Mesh.of({"dp": row.ranks // 8, "tp": 8})
     first = next(n for n in folds.graph.nodes if n.op in ("aten.linear.default", "aten.mm.default"))
     pins = {f"%{first.name}": {"n": "tp"}}
-    scene = Scene(folds.graph, factors, mesh)
-    clock("solve", lambda: _assign(scene, "sharding_propagation", [], pins))
+    context = SearchContext(folds.graph, factors, mesh)
+    clock("solve", lambda: _assign(context, "sharding_propagation", [], pins))
     return {}
 
 

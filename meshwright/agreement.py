@@ -23,7 +23,7 @@ from meshwright.partition.sharded_update import updates
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import redistribute
-from meshwright.runtime.agreement import named, options_alike, options_of, options_that_differ
+from meshwright.runtime.agreement import named, options_of, options_that_differ, shared_options
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.optimizers import Grouped, grouped, grouped_otherwise
 from meshwright.runtime.rendezvous import Meeting, launched_world
@@ -191,7 +191,7 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # equal layers keep the text short
     word = json.dumps([type(optimizer).__name__, options_of(optimizer.param_groups), runs])
     words = meeting.collect(word)
-    local.alike.options = options_alike([json.loads(one)[1] for one in words]) if all(words) else frozenset()
+    local.alike.options = shared_options([json.loads(one)[1] for one in words]) if all(words) else frozenset()
     told = {rank: json.loads(one) for rank, one in enumerate(words) if one and len(set(words)) > 1}
     kinds: dict[str, list[int]] = {}
     for rank, (kind, _, _) in told.items():

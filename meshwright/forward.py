@@ -55,7 +55,7 @@ from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.forward import LocalForward, leaves_of
 from meshwright.runtime.local_batch import LocalBatch
-from meshwright.runtime.parameter_offload import Parked
+from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.shard_access import ShardAccess
@@ -125,7 +125,7 @@ class ForwardStep:
         local = self.local
         tag = local.executor.borders.first_free_tag + 1
         build = shared_forward(
-            self.plan, local.world, local.rank, local.leaves, local.parked, tag, self.access
+            self.plan, local.world, local.rank, local.leaves, local.host_parameters, tag, self.access
         )
         return build(model, batch, outputs)
 
@@ -312,7 +312,7 @@ def shared_forward(
     comm: Communicator,
     rank: Rank,
     leaves: Mapping[str, torch.Tensor],
-    parked: Parked,
+    host_parameters: HostParameters,
     first_tag: int,
     access: ShardAccess,
 ) -> Callable[[torch.nn.Module, Any, Outputs], ForwardStep]:
@@ -333,7 +333,7 @@ def shared_forward(
             i.name: agreed.constants[i.target].to(rank.device) for i in captured.graph.input_of("constant")
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
-        local = LocalForward(parts, twin, {**leaves, **own}, parked, first_tag)
+        local = LocalForward(parts, twin, {**leaves, **own}, host_parameters, first_tag)
         entries = [e for e in captured.graph.inputs if e.role in ("parameter", "buffer")]
         holds = (lambda _: True) if local.pipe is None else local.pipe.holds
         lacks = next((e.target for e in entries if holds(e.name) and e.name not in leaves), "")

@@ -130,7 +130,7 @@ def check_joins(shared: ModelState, plan: Plan | None, mesh: Any, asked: Techniq
     first = shared.plan
     odd = ""
     if plan is not None and plan.ranks.sizes != first.ranks.sizes:
-        odd = f"a plan for {plan.told_mesh}"
+        odd = f"a plan for {plan.mesh_text}"
     if isinstance(mesh, Mapping) and dict(mesh) not in (dict(first.mesh.sizes), dict(first.ranks.sizes)):
         odd = f"mesh={dict(mesh)}"
     theirs = first.techniques.asked()
@@ -139,7 +139,7 @@ def check_joins(shared: ModelState, plan: Plan | None, mesh: Any, asked: Techniq
     if odd:
         raise PlanError(
             f"another step of this model was built, and this one asks for {odd}",
-            why=f"they train the same weights, which are sharded by the plan of the first: {first.told_mesh}",
+            why=f"they train the same weights, which are sharded by the plan of the first: {first.mesh_text}",
             hint="leave it out: a further step of a model has the plan of the first. To compare plans, build the model "
             "anew for each",
         )

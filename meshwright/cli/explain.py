@@ -180,7 +180,7 @@ def _print_claims(loaded: Plan) -> None:
     from meshwright.report.claims import claim_lines, claims_table, technique_lines
 
     lines = [
-        ("mesh", f"{loaded.told_mesh}   {loaded.ranks.size} ranks"),
+        ("mesh", f"{loaded.mesh_text}   {loaded.ranks.size} ranks"),
         ("mode", loaded.mode),
         *technique_lines(loaded.techniques),
         *claim_lines(loaded.claims),

@@ -272,7 +272,7 @@ def show(
     from meshwright.report.plan_table import plan_view
     from meshwright.report.units import show_seconds
 
-    lines = [("model", about), ("mesh", f"{made.told_mesh}   {made.ranks.size} ranks"), ("mode", made.mode)]
+    lines = [("model", about), ("mesh", f"{made.mesh_text}   {made.ranks.size} ranks"), ("mode", made.mode)]
     lines += [*technique_lines(made.techniques), *claim_lines(made.claims)]
     lines.append(("took", ", ".join(f"{k} {show_seconds(v)}" for k, v in spent(seconds).items())))
     lines.append(("written", f"{output}" + (f", {trace}" if trace else "")))

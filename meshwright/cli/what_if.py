@@ -44,7 +44,7 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     if plan.own and "ranks" in changes:
         raise PlanError(
             f"ranks={changes['ranks']} for a plan whose stages have meshes of their own",
-            why=f"its meshes are {plan.told_mesh}, and a number does not say which of them changes",
+            why=f"its meshes are {plan.mesh_text}, and a number does not say which of them changes",
             hint="meshwright plan --mesh dp=8/dp=4,tp=2, a mesh for each rank of the pipeline",
         )
     remarks, capturing = [], 0.0

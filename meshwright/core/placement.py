@@ -30,14 +30,14 @@ def offloaded_parameters(graph: Graph, hosts: Collection[str], asked: Techniques
     These are the parameters that the techniques name, that no operator on the host reads, and whose full size is not
     below the threshold.
     """
-    if not asked.parks:
+    if not asked.offloads_parameters:
         return frozenset()
     least_bytes = 1024 * asked.threshold_kb
     found: set[str] = set()
     results = {v for _, v in (*graph.outputs, *graph.mutations)}
     for entry in graph.input_of("parameter"):
         users = [node.name for node, _ in readers(graph, entry.name)]
-        if not asked.parks_parameter(entry.target, *entry.ties):
+        if not asked.offloads_parameter(entry.target, *entry.ties):
             continue
         if users and entry.name not in results and entry.type.size_bytes >= least_bytes:
             found |= {entry.name} if not set(hosts).intersection(users) else set()

@@ -217,7 +217,7 @@ class Techniques:
         return bool(self.keep_whole) or some or not isinstance(self.recompute, str) or self.prefetch > 1
 
     @property
-    def pieces_told(self) -> str:
+    def pieces_text(self) -> str:
         """The same in words."""
         steps, copies = f"{self.micro_batches} micro-batches", f"{self.interleave} copies"
         if self.interleave == 1:
@@ -225,11 +225,11 @@ class Techniques:
         return copies if self.micro_batches == 1 else f"{steps} of {copies}"
 
     @property
-    def parks(self) -> bool:
+    def offloads_parameters(self) -> bool:
         """True if parameters are offloaded to host memory between their uses."""
         return any(word.partition(":")[0] == PARAMETERS for word in self.offload)
 
-    def parks_parameter(self, *names: str) -> bool:
+    def offloads_parameter(self, *names: str) -> bool:
         """True if ``offload`` selects a parameter, by its name in the model or a name that it is tied to."""
         patterns = (word.partition(":")[2] for word in self.offload if word.startswith(f"{PARAMETERS}:"))
         return PARAMETERS in self.offload or any(matches(p, name) for p in patterns for name in names)

@@ -23,9 +23,9 @@ from meshwright.data.reading import Collate, Failed, Item, Reading, Samples, kin
 from meshwright.data.repeats import watched
 from meshwright.errors import BatchError, RunError
 from meshwright.runtime.agreement import checksum, named
+from meshwright.runtime.gather_texts import gather_texts
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.step import LocalStep
-from meshwright.runtime.told import told_by_all
 from meshwright.train import TrainStep
 
 # torchdata 0.11 calls what torch 2.13 has taken the use of, whenever a loader is made.
@@ -208,7 +208,7 @@ class _Numbered(ShardedLoader):
         else:
             # Where a loader has no generator of its own, rank 0's global state says how it shuffles.
             drawn = int(torch.randint(2**31, ()).item()) if order.generator is None else 0
-            drawn = int(told_by_all(local.world, local.rank.device, str(drawn))[0])
+            drawn = int(gather_texts(local.world, local.rank.device, str(drawn))[0])
             self.order = order_of_loader(order, drawn)
         reads = len(dataset) and len(self.reading.rows)
         kinds = kinds_of(Samples(dataset, {}, sample_seeds)[Item(0, seed)][1]) if reads else {}
@@ -234,7 +234,7 @@ class _Numbered(ShardedLoader):
 
     def _agree(self, told: Mapping[str, str]) -> list[Mapping[str, str]]:
         """Exchange values between all ranks. Raises BatchError on all of them if they differ in datasets or samples."""
-        found = told_by_all(self.local.world, self.local.rank.device, told)
+        found = gather_texts(self.local.world, self.local.rank.device, told)
         for what in dict.fromkeys(k for each in found for k in each):
             ranks: dict[str, list[int]] = {}
             for rank, each in enumerate(found):

@@ -17,7 +17,7 @@ from meshwright.errors import LayoutError
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import full_batch_readers
 from meshwright.ops.factors import Factors
-from meshwright.partition.activation_offload import Stash
+from meshwright.partition.activation_offload import SavedActivation
 from meshwright.partition.backward_demand import Askers
 from meshwright.partition.insert_reshards import Resharded, insert_reshards
 from meshwright.partition.interleave import STARTED, SUMMED, original
@@ -41,7 +41,7 @@ class Partition:
 
     - `asked` is the plan as passed in. `plan` equals it, but with micro-batches its mesh has an axis in time, on which
       strategies and layouts are split too; a "rank" of that mesh is a rank in a micro-batch.
-    - `stashes` maps values to how they are saved for backward, if sharded or in host memory.
+    - `activations` maps values to how they are saved for backward, if sharded or in host memory.
     - `again` maps each operator, reshard or transfer that backward recomputes to the nodes whose backward needs it
     first
       (`backward_demand.py`).
@@ -52,7 +52,7 @@ class Partition:
     factors: Factors
     resharded: Resharded
     asked: Plan
-    stashes: Mapping[str, Stash] = field(default_factory=dict)
+    activations: Mapping[str, SavedActivation] = field(default_factory=dict)
     again: Mapping[str, Askers] = field(default_factory=dict)
     own: tuple[Partition, ...] = ()
 
@@ -191,8 +191,8 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> P
     if timed is not plan:
         check_in_time(graph, resharded, timed)
     kept = with_keeps(resharded, factors, timed)
-    kept, stashes, again = settled(kept, timed)
-    return Partition(timed, factors, kept, plan, stashes, again)
+    kept, activations, again = settled(kept, timed)
+    return Partition(timed, factors, kept, plan, activations, again)
 
 
 __all__ = ["RESHARD", "Partition", "Resharded", "partition"]

@@ -27,11 +27,11 @@ from meshwright.redistribute.index_maps import exchange
 from meshwright.redistribute.storage import repeated_axes, stored
 
 SLICE, HOST = "slice", "host"
-STASHED = (SLICE, HOST, f"{SLICE} {HOST}")
+SAVED_AS = (SLICE, HOST, f"{SLICE} {HOST}")
 
 
 @dataclass(frozen=True)
-class Stash:
+class SavedActivation:
     """How one activation is saved.
 
     `slices` compute this rank's shard, and `gather` the value from it; both are empty if it is not sharded. `host`: in
@@ -47,16 +47,18 @@ class Stash:
     asked: Askers = ()
 
 
-def stashes_of(resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], even: bool) -> dict[str, Stash]:
+def saved_activations_of(
+    resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], even: bool
+) -> dict[str, SavedActivation]:
     """Return how values are saved, by name.
 
     `asked` maps values to the nodes that need them first. Nothing is sharded unless `even`: all ranks recompute the
     same.
     """
-    wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in STASHED}
+    wanted = {v: [str(w) for w in how.split()] for v, how in plan.keeps.items() if how in SAVED_AS}
     if not wanted:
         return {}
-    graph, found = resharded.graph, dict[str, Stash]()
+    graph, found = resharded.graph, dict[str, SavedActivation]()
     for node in graph.nodes:
         for value, how in _ways(node, graph, resharded, wanted):
             if value not in asked or value in resharded.hosted or value in _own(node, graph):
@@ -66,7 +68,7 @@ def stashes_of(resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], ev
                 slices, gather = _cut(value, resharded, plan)
             if gather or HOST in how:
                 layer = layer_of(node.module)
-                found[value] = Stash(value, layer, HOST in how, slices, gather, asked[value])
+                found[value] = SavedActivation(value, layer, HOST in how, slices, gather, asked[value])
     return found
 
 
@@ -127,62 +129,66 @@ def sliced(layout: TensorLayout, mesh: Mesh) -> TensorLayout | None:
 # ---------------------------------------------------------------- in a rank's program
 
 
-def stashed_in(stashes: Mapping[str, Stash], graph: Graph, copies: int = 1) -> dict[str, Stash]:
+def activations_in(
+    activations: Mapping[str, SavedActivation], graph: Graph, copies: int = 1
+) -> dict[str, SavedActivation]:
     """Return those of a local program or stage, by their names in a program of so many half-batches."""
     if copies > 1:
-        stashes = {
+        activations = {
             named(v, c): replace(s, asked=tuple(named(node, c) for node in s.asked))
-            for v, s in stashes.items()
+            for v, s in activations.items()
             for c in range(copies)
         }
-    asked = asked_within({v: s.asked for v, s in stashes.items()}, graph)
-    return {v: replace(stashes[v], asked=(node,)) for v, node in asked.items()}
+    asked = asked_within({v: s.asked for v, s in activations.items()}, graph)
+    return {v: replace(activations[v], asked=(node,)) for v, node in asked.items()}
 
 
-def runs_of(graph: Graph, stashes: Mapping[str, Stash]) -> list[list[str]]:
+def runs_of(graph: Graph, activations: Mapping[str, SavedActivation]) -> list[list[str]]:
     """Return the values of a rank's program that are offloaded, in order, those of one layer together."""
     found: list[list[str]] = []
     layer = None
     for node in graph.nodes:
         for value in node.values:
-            stash = stashes.get(value)
-            if stash is None or not stash.host:
+            activation = activations.get(value)
+            if activation is None or not activation.host:
                 continue
-            if stash.layer != layer or not found:
+            if activation.layer != layer or not found:
                 found.append([])
-            layer = stash.layer
+            layer = activation.layer
             found[-1].append(value)
     return found
 
 
-def room_bytes(graph: Graph, stashes: Mapping[str, Stash], mesh: Mesh, rank: int) -> int:
+def room_bytes(graph: Graph, activations: Mapping[str, SavedActivation], mesh: Mesh, rank: int) -> int:
     """Return the bytes of the largest run: they may be on their way to the host and still be on the device."""
-    sizes = ([part_bytes(stashes[v], graph, v, mesh, rank) for v in run] for run in runs_of(graph, stashes))
+    sizes = (
+        [part_bytes(activations[v], graph, v, mesh, rank) for v in run] for run in runs_of(graph, activations)
+    )
     return max(map(sum, sizes), default=0)
 
 
-def part_bytes(stash: Stash, graph: Graph, value: str, mesh: Mesh, rank: int) -> int:
+def part_bytes(activation: SavedActivation, graph: Graph, value: str, mesh: Mesh, rank: int) -> int:
     """Return the bytes that a rank saves of a value (by its name in this program)."""
     kind = graph.types[value]
-    if not stash.slices:
+    if not activation.slices:
         return kind.size_bytes
     size = DTYPES[kind.dtype]
-    for count in exchange(stash.slices[-1], mesh, rank).shape_after:
+    for count in exchange(activation.slices[-1], mesh, rank).shape_after:
         size *= count
     return size
 
 
-def settled_before(graph: Graph, stashes: Mapping[str, Stash]) -> str:
+def settled_before(graph: Graph, activations: Mapping[str, SavedActivation]) -> str:
     """Return the node before which all offloaded values have left the device.
 
     It is the end of the layer after the last one that sends something; empty if there is none.
     """
-    runs = runs_of(graph, stashes)
+    runs = runs_of(graph, activations)
     if not runs:
         return ""
     last = graph.producers[runs[-1][-1]]
     place = next(n for n, node in enumerate(graph.nodes) if node is last)
-    changes, layer = 0, stashes[runs[-1][-1]].layer
+    changes, layer = 0, activations[runs[-1][-1]].layer
     for node in graph.nodes[place + 1 :]:
         if not any(node.needs_grad) or node.op in MOVES:
             continue
@@ -196,13 +202,13 @@ def settled_before(graph: Graph, stashes: Mapping[str, Stash]) -> str:
 __all__ = [
     "HOST",
     "SLICE",
-    "STASHED",
-    "Stash",
+    "SAVED_AS",
+    "SavedActivation",
     "part_bytes",
     "room_bytes",
     "runs_of",
     "settled_before",
     "sliced",
-    "stashed_in",
-    "stashes_of",
+    "activations_in",
+    "saved_activations_of",
 ]

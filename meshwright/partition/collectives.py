@@ -14,7 +14,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.ops.collectives import kernel_collectives
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first
-from meshwright.partition.activation_offload import Stash, stashed_in
+from meshwright.partition.activation_offload import SavedActivation, activations_in
 from meshwright.partition.backward_demand import asked_within
 from meshwright.partition.insert_reshards import RESHARD, backward_itemsize, parse_steps
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
@@ -22,7 +22,7 @@ from meshwright.partition.overlap import members_of
 from meshwright.redistribute import Step
 from meshwright.redistribute.index_maps import exchange
 
-NO_STASHES: Mapping[str, Stash] = {}
+NO_ACTIVATIONS: Mapping[str, SavedActivation] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ def program_collectives(
     mesh: Mesh,
     rank: int,
     held: Collection[str] = (),
-    stashes: Mapping[str, Stash] = NO_STASHES,
+    activations: Mapping[str, SavedActivation] = NO_ACTIVATIONS,
     again: Callable[[str], bool] | None = None,
 ) -> list[Collective]:
     """Return the collectives of a rank's program, in no particular order.
 
     Buckets of gradients belong to the runtime and are not among them. Gradients of the reshards in `held` are not sent.
-    `stashes`: activations that are saved sharded and gathered in backward. `again` says whether backward recomputes the
-    results of a node; the default reads it from the reshards.
+    `activations`: activations that are saved sharded and gathered in backward. `again` says whether backward recomputes
+    the results of a node; the default reads it from the reshards.
     """
     found: list[Collective] = []
     for node in local.nodes:
         for value in node.values:
-            for step in stashes[value].gather if value in stashes else ():
+            for step in activations[value].gather if value in activations else ():
                 size = DTYPES[local.types[value].dtype] * payload_elements(step, mesh, rank)
                 found.append(Collective("backward", step.kind, step.axes, size, node.name))
         remade = again is not None and again(node.name)
@@ -108,17 +108,17 @@ def in_micro_batches(
     parts: Partition, rank: int, programs: MicroBatches | None, local: Graph
 ) -> list[Collective]:
     """Return a rank's collectives in all micro-batches. `local`: its program of the first, or a stage of it."""
-    mesh, stashes = parts.plan.mesh, stashed_in(parts.stashes, local)
+    mesh, activations = parts.plan.mesh, activations_in(parts.activations, local)
     remade = asked_within(parts.again, local)
 
     def again(name: str) -> bool:
         return parts.stands_for(name) in remade or name in remade
 
-    first = program_collectives(local, mesh, rank, (), stashes, again)
+    first = program_collectives(local, mesh, rank, (), activations, again)
     if programs is None:
         return first
     count = how_often(parts, programs)
-    held = program_collectives(local, mesh, rank, summed_first(parts), stashes, again)
+    held = program_collectives(local, mesh, rank, summed_first(parts), activations, again)
     return [*first, *(c for c in held for _ in range(count(c.node) - 1))]
 
 

@@ -57,7 +57,9 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
             size = math.prod(added.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
             wire = wire_dtype(parts.plan.techniques, entry.type.dtype)
             makers = [node for node, _ in users]
-            if entry.name in parts.resharded.parked:  # its gradient is that of its copy on the device
+            if (
+                entry.name in parts.resharded.host_parameters
+            ):  # its gradient is that of its copy on the device
                 makers = [node for brought in makers for node, _ in graph.consumers[brought.name]]
             fresh = not wire and all(node.op in MAKES_GRADIENT for node in makers)
             group = parts.plan.techniques.fusion_group(entry.target, *entry.ties)

@@ -33,8 +33,8 @@ class Resharded:
     """A graph with reshard nodes, still in global shapes.
 
     It has the layout of every value, the ports of every node, and the pair of every reshard. `hosted`: the values in
-    host memory. `keeps`: how values are saved for backward, if not as autograd does. `parked`: parameters that are
-    offloaded to host memory between their uses. `borders` maps a reshard between stages with separate meshes to the
+    host memory. `keeps`: how values are saved for backward, if not as autograd does. `host_parameters`: parameters that
+    are offloaded to host memory between their uses. `borders` maps a reshard between stages with separate meshes to the
     stage that runs it and sends the result to one later stage.
     """
 
@@ -44,7 +44,7 @@ class Resharded:
     pairs: Mapping[str, Reshard]
     keeps: Mapping[str, str] = field(default_factory=dict)
     hosted: frozenset[str] = frozenset()
-    parked: frozenset[str] = frozenset()
+    host_parameters: frozenset[str] = frozenset()
     borders: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) 
         work.ports,
         work.pairs,
         hosted=frozenset(work.hosted),
-        parked=work.parked,
+        host_parameters=work.host_parameters,
         borders=work.borders,
     )
 
@@ -122,7 +122,7 @@ class _Insertion:
         self.pairs: dict[str, Reshard] = {}
         self._parameters = {i.name for i in graph.input_of("parameter")}
         self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
-        self.parked = offloaded_parameters(graph, plan.hosts, plan.techniques)
+        self.host_parameters = offloaded_parameters(graph, plan.hosts, plan.techniques)
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
         self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
@@ -143,7 +143,7 @@ class _Insertion:
         maker = self._made.get(value)
         if stage is not None and maker is not None and maker != stage:
             return self._laid_out(value, self._border(value, maker, stage), want)
-        start, lives = value, value in self.hosted or value in self.parked
+        start, lives = value, value in self.hosted or value in self.host_parameters
         # The hub of a value that leaves the host is on the device, for all readers.
         if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
             if value not in self._copies:
@@ -259,7 +259,7 @@ class _Insertion:
         source = self.graph.producers.get(value)
         module, line = (source.module, source.source) if source else ("", "")
         # An offloaded parameter is fetched again for backward, and its gradient stays on the device.
-        kwargs = (("again", True),) if start in self.parked else ()
+        kwargs = (("again", True),) if start in self.host_parameters else ()
         self._fresh.append(Node(name, op, (Ref(start),), kwargs, (kind,), (needs_grad,), module, line))
         self.have[name] = self.have[start]
         if op == TO_HOST:

@@ -15,7 +15,7 @@ from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.collectives import site_collectives
 from meshwright.ops.factors import Factors
-from meshwright.partition.activation_offload import Stash, stashes_of
+from meshwright.partition.activation_offload import SavedActivation, saved_activations_of
 from meshwright.partition.backward_demand import Askers, asked_of
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import alike
@@ -48,22 +48,24 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
     return replace(resharded, graph=replace(graph, nodes=nodes), keeps=keeps)
 
 
-def settled(resharded: Resharded, plan: Plan) -> tuple[Resharded, dict[str, Stash], Mapping[str, Askers]]:
+def settled(
+    resharded: Resharded, plan: Plan
+) -> tuple[Resharded, dict[str, SavedActivation], Mapping[str, Askers]]:
     """Return three things that follow from what backward needs.
 
     They are the program, without recompute marks on reshards that backward never needs; the activations that are saved
     sharded or on the host; and the first nodes that need each recomputed value.
     """
     graph = resharded.graph
-    if not (plan.keeps or resharded.parked or plan.again):
+    if not (plan.keeps or resharded.host_parameters or plan.again):
         return resharded, {}, {}
     again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
     where = places(graph, {**plan.stages, **resharded.borders}) if plan.stages else None
     asked = asked_of(resharded, again, where)
     even = made_alike(resharded, again, plan)
-    stashes = stashes_of(resharded, plan, asked.values, even)
+    activations = saved_activations_of(resharded, plan, asked.values, even)
     nodes = (_unasked(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
-    return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), stashes, asked.again
+    return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), activations, asked.again
 
 
 def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:

@@ -105,7 +105,7 @@ class _InTime:
                 most = sub.size // ranks
                 over = f" over {ranks} ranks ({self.plan.mesh.show(sub.axes)})" if ranks > 1 else ""
                 raise PlanError(
-                    f"{sub.size} examples{over} cannot be split into {self.plan.techniques.pieces_told}",
+                    f"{sub.size} examples{over} cannot be split into {self.plan.techniques.pieces_text}",
                     why=f"each rank needs an example of each in %{site.node.name} ({site.node.op})",
                     where=site.node.where,
                     hint=_fewer(self.plan.techniques, most),
@@ -239,7 +239,7 @@ def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
 def not_in_time(node: Node, plan: Plan) -> PlanError:
     """Return the error for an operator that needs a value of all micro-batches."""
     return PlanError(
-        f"%{node.name} ({node.op}) needs the full batch at once, which {plan.techniques.pieces_told} do not have",
+        f"%{node.name} ({node.op}) needs the full batch at once, which {plan.techniques.pieces_text} do not have",
         why="no rule shards it over examples, and no collective leads from one micro-batch to all",
         where=node.where,
         hint=", ".join(_unsplit(plan.techniques)),
@@ -254,7 +254,7 @@ def _adds_up(made: Mapping[str, TensorLayout], node: Node, time: set[str]) -> bo
 
 def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     consumers = [node for node, _ in graph.consumers[reshard.name] if node.op != RESHARD]
-    pieces, unsplit = plan.techniques.pieces_told, ", ".join(_unsplit(plan.techniques))
+    pieces, unsplit = plan.techniques.pieces_text, ", ".join(_unsplit(plan.techniques))
     source = graph.producers.get(reshard.uses[0])
     if not consumers:
         return PlanError(

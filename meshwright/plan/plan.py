@@ -120,7 +120,7 @@ class Plan:
     def __repr__(self) -> str:
         count = len(self.strategies)
         stages = f", {len(set(self.stages.values()))} stages" if self.stages else ""
-        return f"<plan by {self.mode} on {self.told_mesh}: {count} operators{stages}; print(plan.explain())>"
+        return f"<plan by {self.mode} on {self.mesh_text}: {count} operators{stages}; print(plan.explain())>"
 
     def explain(self) -> str:
         """The plan for a reader: how operators and parameters are sharded, what is sent, and why.
@@ -128,7 +128,7 @@ class Plan:
         The claims of the search come first. A plan that was loaded from a file no longer has its model and lists its
         strategies alone.
         """
-        where = self.told_mesh if self.meshes else self.mesh
+        where = self.mesh_text if self.meshes else self.mesh
         lines = [f"plan ({self.mode}) on {where}, without its model", *self.claim_lines()]
         lines.append(
             "  letters are those of each operator's rule; with the model at hand they have names (batch)"
@@ -184,7 +184,7 @@ class Plan:
         return self.mesh if self.world is None else self.world
 
     @property
-    def told_mesh(self) -> str:
+    def mesh_text(self) -> str:
         """The mesh of all ranks for a reader, or those of the places that have meshes of their own."""
         return " / ".join(map(str, self.meshes)) or str(self.ranks)
 

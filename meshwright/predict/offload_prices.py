@@ -12,44 +12,44 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import copy_seconds
 from meshwright.cost.strides import copying_views
 from meshwright.partition import Partition
-from meshwright.partition.activation_offload import Stash, stashed_in
+from meshwright.partition.activation_offload import SavedActivation, activations_in
 from meshwright.partition.recompute import VIEWS
 from meshwright.redistribute.prices import total_seconds
 from meshwright.redistribute.steps import origin
 
 
-def stash_prices(
+def activation_prices(
     parts: Partition, local: Graph, mesh: Mesh, cluster: Cluster
 ) -> dict[str, tuple[float, float]]:
     """Return the seconds, forward and backward, of each stored activation on the rank at the origin."""
     found: dict[str, tuple[float, float]] = {}
     for value in moved_values(parts, local):
-        stash = parts.stashes[value]
+        activation = parts.activations[value]
         itemsize = DTYPES[parts.resharded.graph.types[value].dtype]
-        once = host_seconds(parts, stash, mesh, cluster)
-        gather = total_seconds(stash.gather, mesh, itemsize, cluster.prices)
+        once = host_seconds(parts, activation, mesh, cluster)
+        gather = total_seconds(activation.gather, mesh, itemsize, cluster.prices)
         found[value] = (once, once + gather)
     return found
 
 
 def moved_values(parts: Partition, local: Graph) -> list[str]:
     """Return the activations of a rank that are sharded or offloaded; a view is saved with its base."""
-    copying = copying_views(local) if parts.stashes else frozenset[str]()
+    copying = copying_views(local) if parts.activations else frozenset[str]()
     made_by = parts.resharded.graph.producers
     return [
         value
-        for value in stashed_in(parts.stashes, local)
+        for value in activations_in(parts.activations, local)
         if made_by[value].op not in VIEWS or made_by[value].name in copying
     ]
 
 
-def host_seconds(parts: Partition, stash: Stash, mesh: Mesh, cluster: Cluster) -> float:
+def host_seconds(parts: Partition, activation: SavedActivation, mesh: Mesh, cluster: Cluster) -> float:
     """Return the seconds of a copy to the host, or back; 0 if the value stays on the device."""
-    if not stash.host:
+    if not activation.host:
         return 0.0
-    layout = stash.slices[-1].after if stash.slices else parts.resharded.layouts[stash.value]
+    layout = activation.slices[-1].after if activation.slices else parts.resharded.layouts[activation.value]
     elements = math.prod(layout.local_shape(mesh, origin(mesh)))
-    return copy_seconds(elements * DTYPES[parts.resharded.graph.types[stash.value].dtype], cluster)
+    return copy_seconds(elements * DTYPES[parts.resharded.graph.types[activation.value].dtype], cluster)
 
 
 def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> float:
@@ -58,4 +58,4 @@ def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> 
     return copy_seconds(elements * DTYPES[parts.resharded.graph.types[name].dtype], cluster)
 
 
-__all__ = ["fetch_seconds", "host_seconds", "moved_values", "stash_prices"]
+__all__ = ["fetch_seconds", "host_seconds", "moved_values", "activation_prices"]

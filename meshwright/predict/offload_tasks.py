@@ -14,7 +14,13 @@ from meshwright.core.graph import START, Graph, Node
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
-from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before, stashed_in
+from meshwright.partition.activation_offload import (
+    SavedActivation,
+    activations_in,
+    part_bytes,
+    room_bytes,
+    settled_before,
+)
 from meshwright.partition.backward_demand import asked_within
 from meshwright.partition.interleave import in_copies, named
 from meshwright.partition.parameter_offload import fetch_runs
@@ -40,7 +46,7 @@ class _Run:
     opened: bool = False
 
 
-class StashTasks:
+class ActivationTasks:
     """Adds tasks of stored activations to a list; `talk` adds collectives to the same list.
 
     `moved`: the values of one half-batch that are stored (others are views, saved with their base). `program`: that of
@@ -60,15 +66,15 @@ class StashTasks:
         self.parts, self.mesh, self.cluster = parts, mesh, cluster
         self.items, self.talk = items, talk
         rank = mesh.rank(origin(mesh))
-        stashes = stashed_in(parts.stashes, program, parts.copies)
+        activations = activations_in(parts.activations, program, parts.copies)
         goes = in_copies(dict.fromkeys(moved, ""), parts.copies)
-        self.moved = {v: s for v, s in stashes.items() if v in goes}
+        self.moved = {v: s for v, s in activations.items() if v in goes}
         self.sizes = {v: part_bytes(s, program, v, parts.plan.mesh, rank) for v, s in self.moved.items()}
-        self.room = room_bytes(program, stashes, parts.plan.mesh, rank)
-        self.settled = settled_before(program, stashes)
+        self.room = room_bytes(program, activations, parts.plan.mesh, rank)
+        self.settled = settled_before(program, activations)
         self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
-        for value, stash in self.moved.items():
-            self.asked.setdefault(stash.asked[0], []).append(value)
+        for value, activation in self.moved.items():
+            self.asked.setdefault(activation.asked[0], []).append(value)
         self._leaving: deque[tuple[int, str]] = deque()  # (task, value)
         self._run: _Run | None = None
         self._runs: dict[str, _Run] = {}
@@ -76,11 +82,11 @@ class StashTasks:
     def forward(self, node: Node, last: int) -> None:
         """Offload or shard the results of a node, after the task `last`."""
         for value in node.values:
-            stash = self.moved.get(value)
-            if stash is None or not stash.host:
+            activation = self.moved.get(value)
+            if activation is None or not activation.host:
                 continue
-            if self._run is None or self._run.layer != stash.layer or self._run.opened:
-                self._run = _Run(stash.layer, self._run)
+            if self._run is None or self._run.layer != activation.layer or self._run.opened:
+                self._run = _Run(activation.layer, self._run)
             self._leaving.append((self._copy(value, "forward", last), value))
             self._run.there.append(value)
             self._runs[value] = self._run
@@ -95,11 +101,11 @@ class StashTasks:
     def backward(self, node: Node, last: int) -> None:
         """Bring back the values that the backward of a node needs first."""
         for value in self.asked.get(node.name, ()):
-            stash, run = self.moved[value], self._runs.get(value)
+            activation, run = self.moved[value], self._runs.get(value)
             if run is not None:
                 self._bring(run, last)
                 self._wait(value, run.back.pop(value))
-            self.talk(self._maker(stash), stash.gather, "backward")
+            self.talk(self._maker(activation), activation.gather, "backward")
             if run is not None:
                 if not run.opened and run.before is not None:
                     self._bring(run.before, self._last_task())
@@ -115,19 +121,19 @@ class StashTasks:
         """Return the position of the last task, without arrivals of gradients."""
         return next((n for n in reversed(range(len(self.items))) if isinstance(self.items[n], Task)), -1)
 
-    def _maker(self, stash: Stash) -> Node:
-        return self.parts.resharded.graph.producers[stash.value]
+    def _maker(self, activation: SavedActivation) -> Node:
+        return self.parts.resharded.graph.producers[activation.value]
 
     def _copy(self, value: str, phase: str, last: int) -> int:
         """Add a copy beside computation and return its position. Without a link it runs on the compute stream."""
-        here, stash = len(self.items), self.moved[value]
+        here, activation = len(self.items), self.moved[value]
         about = {
-            "module": self._maker(stash).module,
+            "module": self._maker(activation).module,
             "operator": "kept on the host",
             "bytes": self.sizes[value],
         }
         streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
-        seconds = host_seconds(self.parts, stash, self.mesh, self.cluster)
+        seconds = host_seconds(self.parts, activation, self.mesh, self.cluster)
         self.items.append(Task(value, streams, seconds, (last,) if last >= 0 else (), phase, about))
         return here
 
@@ -226,4 +232,4 @@ class FetchTasks:
         return len(self.items) - 1
 
 
-__all__ = ["FetchTasks", "LINK", "StashTasks"]
+__all__ = ["FetchTasks", "LINK", "ActivationTasks"]

@@ -45,7 +45,7 @@ from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.sharded_update import gathered, update_layout
 from meshwright.partition.stages import check_one_stage
 from meshwright.predict.accumulated import added_seconds
-from meshwright.predict.offload_prices import fetch_seconds, stash_prices
+from meshwright.predict.offload_prices import activation_prices, fetch_seconds
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
@@ -118,7 +118,7 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     local = parts.local(rank) if programs is None else programs.programs[0]
     by_node = node_prices(parts, local, mesh, cluster)
     by_reshard = reshard_prices(parts, mesh, cluster)
-    kept = stash_prices(parts, local, mesh, cluster)
+    kept = activation_prices(parts, local, mesh, cluster)
     if programs is not None:
         by_node = {name: price.times(times) for name, price in by_node.items()}
         count, held = how_often(parts, programs), reshard_prices(parts, mesh, cluster, summed_first(parts))
@@ -315,11 +315,11 @@ def parameter_prices(
             offloaded = "optimizer" in parts.plan.techniques.offload
             there = place(cluster, offloaded or entry.name in parts.resharded.hosted)
             update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
-            parked = entry.name in parts.resharded.parked
-            if (offloaded or parked) and cluster.host_bytes_per_s:
+            host_parameters = entry.name in parts.resharded.host_parameters
+            if (offloaded or host_parameters) and cluster.host_bytes_per_s:
                 # The gradient goes to the host and the weight comes back; an offloaded one is there, or is copied too.
                 # Each is a separate copy, with its own launch.
-                ways = 1 if offloaded and parked else 2
+                ways = 1 if offloaded and host_parameters else 2
                 size = float(elements * DTYPES[entry.type.dtype])
                 update += ways * transfer_seconds(size, cluster)
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))

@@ -33,7 +33,7 @@ from meshwright.partition.sharded_update import gathered_bytes, gathered_last
 from meshwright.partition.stages import check_one_stage
 from meshwright.predict.bucket_tasks import Arrival, BucketTasks, Item, Pass, arrivals, sent
 from meshwright.predict.offload_prices import moved_values
-from meshwright.predict.offload_tasks import LINK, FetchTasks, StashTasks
+from meshwright.predict.offload_tasks import LINK, ActivationTasks, FetchTasks
 from meshwright.predict.price import NodePrice, node_prices, on_cluster, parameter_prices, transfer_price
 from meshwright.predict.timeline import COMPUTE, Task, Timeline, play
 from meshwright.redistribute import Reshard, Step
@@ -173,7 +173,7 @@ class StepTasks:
             self.stands = {name: original(name, copy) for name, copy in turns.copy_of.items()}
         moved = moved_values(parts, local)
         self.fetches = FetchTasks(parts, self.local, mesh, cluster, self.items)
-        self.stashes = StashTasks(parts, moved, self.local, mesh, cluster, self.items, self._steps)
+        self.activations = ActivationTasks(parts, moved, self.local, mesh, cluster, self.items, self._steps)
 
     def _of_one(self, node: Node) -> str:
         """Return the name of a half-batch's node in the program of one."""
@@ -257,10 +257,10 @@ class StepTasks:
         """Add the local program from top to bottom."""
         self.fetches.begin()
         for node in self.local.nodes:
-            if node.name == self.stashes.settled:
-                self.stashes.settle()
+            if node.name == self.activations.settled:
+                self.activations.settle()
             self._onward(node)
-            self.stashes.forward(node, self._last)
+            self.activations.forward(node, self._last)
 
     def _onward(self, node: Node) -> None:
         """Add one node, forward."""
@@ -300,7 +300,7 @@ class StepTasks:
                 continue
             for hub in again.pop(node.name, ()):
                 self._bring_again(hub, kept)
-            self.stashes.backward(node, self._last)
+            self.activations.backward(node, self._last)
             self._last = self.fetches.backward(node, self._last)
             if node.name in held:
                 self._arrived(arrives.get(node.name, ()))

@@ -131,14 +131,14 @@ def _there(plan: Plan, place: int, both: tuple[Plan, Plan]) -> Plan:
 def _facts(a: Plan, b: Plan) -> Iterable[Change]:
     pairs = (
         ("model", a.fingerprint, b.fingerprint),
-        ("mesh", a.told_mesh, b.told_mesh),
+        ("mesh", a.mesh_text, b.mesh_text),
         ("mode", a.mode, b.mode),
         ("pins", _pins(a), _pins(b)),
         *_techniques(a, b),
         ("turns of copies", a.turns, b.turns),
         ("equal layers", _folds(a), _folds(b)),
     )
-    if a.told_mesh == b.told_mesh:
+    if a.mesh_text == b.mesh_text:
         pairs = (*pairs, ("links", _links(a), _links(b)), *_prices(a, b))
     return (Change(what, x, y) for what, x, y in pairs if x != y)
 

@@ -100,7 +100,7 @@ def _of_pipeline(parts: Partition, cluster: Cluster, optimizer_states: int) -> E
     place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
     pieces = schedule.micro_batches
     return Estimate(
-        mesh=parts.asked.told_mesh,
+        mesh=parts.asked.mesh_text,
         ranks=parts.asked.ranks.size,
         step_seconds=found.step_seconds,
         parts=busiest,

@@ -17,19 +17,19 @@ from meshwright.predict.offload_prices import moved_values
 from meshwright.redistribute.steps import origin, show_bytes
 
 
-def stashed(parts: Partition) -> list[str]:
+def saved_activation_lines(parts: Partition) -> list[str]:
     """Return a sentence for sharded and one for offloaded activations; none without any."""
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
     local = parts.local(rank)
     lines: list[str] = []
     for host in (False, True):
-        mine = [v for v in moved_values(parts, local) if parts.stashes[v].host == host]
+        mine = [v for v in moved_values(parts, local) if parts.activations[v].host == host]
         if not mine:
             continue
         full = sum(local.types[v].size_bytes for v in mine)
-        part = sum(part_bytes(parts.stashes[v], local, v, mesh, rank) for v in mine)
-        sharded = sum(bool(parts.stashes[v].gather) for v in mine)
+        part = sum(part_bytes(parts.activations[v], local, v, mesh, rank) for v in mine)
+        sharded = sum(bool(parts.activations[v].gather) for v in mine)
         where = "in host memory" if host else "sharded"
         also = f", {sharded} of them sharded" if host and sharded else ""
         lines.append(
@@ -45,7 +45,7 @@ def stashed(parts: Partition) -> list[str]:
 
 
 def _cut(parts: Partition, value: str) -> bool:
-    return value in parts.stashes and bool(parts.stashes[value].gather)
+    return value in parts.activations and bool(parts.activations[value].gather)
 
 
 LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # a module's path up to the number of its layer
@@ -67,7 +67,7 @@ def recomputed(parts: Partition) -> list[str]:
         return []
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
-    plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan), stashes={})
+    plain = replace(parts, resharded=without_keeps(parts.resharded, parts.plan), activations={})
     layers = dict[str, _Layer]()
     for node in parts.resharded.graph.nodes:
         if node.op not in MOVES:
@@ -102,4 +102,4 @@ def _named(stem: str, names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"each of {len(names)} {stem} ({names[0]} to {names[-1]})"
 
 
-__all__ = ["stashed"]
+__all__ = ["saved_activation_lines"]

@@ -28,7 +28,7 @@ from meshwright.partition.sharded_update import update_layout, updates
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fit_table import FittedTable
-from meshwright.report.kept_activations import recomputed, stashed
+from meshwright.report.kept_activations import recomputed, saved_activation_lines
 from meshwright.report.stages import most_parameters, run_at, stage_lines
 
 HEAVY = ("scaled_dot_product_attention", "matmul", "bmm", "einsum", "cross_entropy_loss")
@@ -187,7 +187,7 @@ def parameter_bytes(parts: Partition) -> tuple[int, int]:
 
 def hosted_bytes(parts: Partition) -> int:
     """Return the bytes of parameters in host memory, for the rank that holds most."""
-    away = parts.resharded.hosted | parts.resharded.parked
+    away = parts.resharded.hosted | parts.resharded.host_parameters
     there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in away)
     return sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there)
 
@@ -343,7 +343,7 @@ def summary(parts: Partition, *, every: bool = False) -> list[str]:
         lines.append(
             f"{parts.copies} half-batches are interleaved: each computes while the others communicate"
         )
-    lines += [*recomputed(parts), *stashed(parts)] if not parts.own else []
+    lines += [*recomputed(parts), *saved_activation_lines(parts)] if not parts.own else []
     there = hosted_bytes(parts)
     aside = f", {show_bytes(there)} of that in host memory" if there else ""
     lines.append(

@@ -102,17 +102,17 @@ class ProgramText:
                 one = replace(node, name=self._of_one(node.name))
                 head += "  on the host" if self.parts.on_host(one) else ""
                 lines.append(f"  {head}" + (f"  {layout}" if layout is not None else ""))
-            kept = (v for v in node.values if self._of_one(v) in self.parts.stashes)
+            kept = (v for v in node.values if self._of_one(v) in self.parts.activations)
             lines += [f"    {self._kept(v, graph)}" for v in kept]
         return lines
 
     def _kept(self, value: str, graph: Graph) -> str:
         """Return how a value is saved for backward, if sharded or offloaded."""
-        stash, mesh = self.parts.stashes[self._of_one(value)], self.parts.plan.mesh
+        activation, mesh = self.parts.activations[self._of_one(value)], self.parts.plan.mesh
         itemsize = DTYPES[graph.types[value].dtype]
-        size = show_bytes(part_bytes(stash, graph, value, mesh, self.rank))
-        where = " in the host's memory" if stash.host else ""
-        gather = " → ".join(describe(s, mesh, itemsize) for s in stash.gather)
+        size = show_bytes(part_bytes(activation, graph, value, mesh, self.rank))
+        where = " in the host's memory" if activation.host else ""
+        gather = " → ".join(describe(s, mesh, itemsize) for s in activation.gather)
         return f"%{value} kept as {size}{where}" + (f" | backward {gather}" if gather else "")
 
     def _around(self) -> list[str]:

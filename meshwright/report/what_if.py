@@ -29,9 +29,9 @@ from meshwright.ops.strategy import Strategy
 from meshwright.pipeline.levels import part_of
 from meshwright.pipeline.meshes import check_chunks, meshes_of
 from meshwright.plan.plan import Plan, fingerprint
+from meshwright.search.context import SearchContext
 from meshwright.search.pipeline.assign import check_alone, in_one_stage, staged
 from meshwright.search.planner import Request
-from meshwright.search.scene import Scene
 from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts
 
@@ -179,7 +179,7 @@ def stored_as_used(plan: Plan, graph: Graph, factors: Factors) -> Plan:
     """Return the plan with every trained parameter stored and updated in its layout of use."""
     inputs, hubs = dict(plan.inputs), dict(plan.hubs)
     again = set(plan.again)
-    used = input_layouts(Scene(graph, factors, plan.mesh), plan.strategies)
+    used = input_layouts(SearchContext(graph, factors, plan.mesh), plan.strategies)
     for entry in graph.input_of("parameter"):
         hub = hubs.get(entry.name)
         if entry.needs_grad and (hub is None or not hub.partial):

@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from meshwright.core.mesh import Mesh
-from meshwright.partition.activation_offload import Stash
+from meshwright.partition.activation_offload import SavedActivation
 from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.host_link import Event, HostLink
@@ -25,12 +25,14 @@ from meshwright.runtime.reshard import Mover
 class Keeper(torch.nn.Module):
     """Passes a value through, and saves it for backward as its record says: sharded, on the host, or both."""
 
-    def __init__(self, stash: Stash, mesh: Mesh, number: int, handle: Handle, store: Store) -> None:
+    def __init__(
+        self, activation: SavedActivation, mesh: Mesh, number: int, handle: Handle, store: Store
+    ) -> None:
         """`number`: of the rank on the mesh."""
         super().__init__()
-        self.stash, self.handle, self.store = stash, handle, store
-        self.slices = [Mover(exchange(s, mesh, number)) for s in stash.slices]
-        self.gather = [Mover(exchange(s, mesh, number)) for s in stash.gather]
+        self.activation, self.handle, self.store = activation, handle, store
+        self.slices = [Mover(exchange(s, mesh, number)) for s in activation.slices]
+        self.gather = [Mover(exchange(s, mesh, number)) for s in activation.gather]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value."""
@@ -127,12 +129,12 @@ class Store:
         if self.again.knows(x) or not _alone(x):
             return
         part = keeper.part(x)
-        if not keeper.stash.host:
+        if not keeper.activation.host:
             like = x.size(), x.stride()
             self.again.keep(x, lambda: keeper.whole(part, like))
             return
-        if self._run is None or self._run.layer != keeper.stash.layer or self._run.opened:
-            self._run = _Run(keeper.stash.layer, self._run)
+        if self._run is None or self._run.layer != keeper.activation.layer or self._run.opened:
+            self._run = _Run(keeper.activation.layer, self._run)
         item = _Away(self, keeper, self._run, x)
         item.there, event = self.link.out(part)
         item.result = self.again.keep(x, item.take)

@@ -18,8 +18,8 @@ import torch
 from meshwright import heartbeat
 from meshwright.errors import BatchError, MeshwrightError, RunError
 from meshwright.runtime.communicator import AtOnce, Communicator, Work
+from meshwright.runtime.gather_texts import gather_texts
 from meshwright.runtime.local_batch import Given, LocalBatch
-from meshwright.runtime.told import told_by_all
 
 EVERY = 32
 WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
@@ -51,7 +51,7 @@ class Alike:
         optimizer, of which `options` are compared. `update`: whether the step ends with one."""
         if not self.on or self._begun is not None or not is_due(steps + 1):
             return
-        word = dict(told_of(batch, elsewhere=steps == 0))
+        word = dict(describe_batch(batch, elsewhere=steps == 0))
         word |= {} if update else {UPDATE: "no"}
         if groups is not None and self.options != frozenset():
             word[OPTIONS] = json.dumps(some_of(options_of(groups), self.options))
@@ -71,7 +71,7 @@ class Alike:
             return
         (step, word, mine, work), self._begun = self._begun, None
         if not torch.equal(work.wait().cpu(), mine * self.comm.mesh.size):
-            raise difference(step, told_by_all(self.comm, self.device, dict(word)))
+            raise difference(step, gather_texts(self.comm, self.device, dict(word)))
 
 
 def is_due(step: int) -> bool:
@@ -79,7 +79,7 @@ def is_due(step: int) -> bool:
     return step % EVERY == 0 or step & (step - 1) == 0
 
 
-def told_of(batch: Given, elsewhere: bool = True) -> Word:
+def describe_batch(batch: Given, elsewhere: bool = True) -> Word:
     """Describe a batch by what must be equal on all ranks: the position of a shard in its loader, or the checksums of a
     full batch. `elsewhere`: include tensors on a GPU, which requires a synchronisation."""
     if isinstance(batch, LocalBatch):
@@ -115,7 +115,7 @@ def some_of(options: Options, which: Which | None) -> Options:
     return [{k: v for k, v in group.items() if (n, k) in which} for n, group in enumerate(options)]
 
 
-def options_alike(told: Sequence[Options]) -> Which:
+def shared_options(told: Sequence[Options]) -> Which:
     """List the options that are equal in several optimizers. Empty if they differ in their number of groups, as groups
     can then not be matched."""
     if len({len(groups) for groups in told}) != 1:
@@ -184,4 +184,4 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-__all__ = ["Alike", "checksum", "named", "options_alike", "options_of", "options_that_differ"]
+__all__ = ["Alike", "checksum", "named", "shared_options", "options_of", "options_that_differ"]

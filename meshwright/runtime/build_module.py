@@ -28,7 +28,7 @@ from meshwright.core.graph import (
     Node,
     Ref,
 )
-from meshwright.partition.activation_offload import Stash
+from meshwright.partition.activation_offload import SavedActivation
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.split_backward import splittable
 from meshwright.runtime.accumulation import Accumulation
@@ -44,7 +44,7 @@ from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.parameter_offload import Fetch, Fetches
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recompute import Again
-from meshwright.runtime.reshard import Pair, told_as
+from meshwright.runtime.reshard import Pair, collective_name
 from meshwright.runtime.source_lines import tell_places
 
 DROPOUT = "meshwright.dropout"
@@ -60,7 +60,7 @@ class BuildOptions:
     - `hosts`: names of the nodes that run on the host.
     - `copy_of`: node → the copy of a micro-batch that it is of, counted from the one that the rank is in.
     - `sums`: where gradients are added up before some reshards send them.
-    - `stashes`: saved activations that `store` shards or offloads. Before the node `settled` what the store has sent
+    - `activations`: saved activations that `store` shards or offloads. Before the node `settled` all that it has sent
       must have left the device.
     - `fetches`: prefetches parameters that are offloaded to host memory.
     - `queue`: where linears leave what their weights need of backward.
@@ -72,7 +72,7 @@ class BuildOptions:
     hosts: Collection[str] = ()
     copy_of: Mapping[str, int] = field(default_factory=dict)
     sums: Accumulation | None = None
-    stashes: Mapping[str, Stash] = field(default_factory=dict)
+    activations: Mapping[str, SavedActivation] = field(default_factory=dict)
     store: Store | None = None
     settled: str = ""
     fetches: Fetches | None = None
@@ -148,9 +148,9 @@ class _Building:
             for index, value in enumerate(node.values):
                 self.values[value] = self.made.call_function(operator.getitem, (result, index))
         if options.store is not None:
-            for value in filter(options.stashes.__contains__, node.values):
-                stash, rank = options.stashes[value], self.rank
-                keeper = Keeper(stash, rank.mesh, rank.number, self.handle, options.store)
+            for value in filter(options.activations.__contains__, node.values):
+                activation, rank = options.activations[value], self.rank
+                keeper = Keeper(activation, rank.mesh, rank.number, self.handle, options.store)
                 self.values[value] = self.call(f"{_identifier(value)}_kept", keeper, (self.values[value],))
 
     def call(
@@ -268,7 +268,7 @@ def _recomputed_operator(building: _Building, call: _Call) -> fx.Node:
 
 def _kernel(building: _Building, call: _Call) -> fx.Node:
     rank, node = building.rank, call.node
-    kernel = Kernel(on_rank(KERNELS[node.op], rank, call.device), told_as(node, "forward"))
+    kernel = Kernel(on_rank(KERNELS[node.op], rank, call.device), collective_name(node, "forward"))
     return building.call(call.name, in_copy(kernel, rank, call.copy), call.args, call.kwargs)
 
 

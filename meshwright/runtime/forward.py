@@ -16,7 +16,7 @@ from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.executor import make_executor
 from meshwright.runtime.local_batch import BatchParts, Given, place_of, taker
-from meshwright.runtime.parameter_offload import Parked
+from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
@@ -36,11 +36,11 @@ class LocalForward:
         parts: Partition,
         rank: Rank,
         leaves: Mapping[str, torch.Tensor],
-        parked: Parked | None = None,
+        host_parameters: HostParameters | None = None,
         first_tag: int = 0,
     ) -> None:
-        """Build the forward pass. `parked`: the leaves that are offloaded between their uses, if they are offloaded
-        already. `first_tag`: the first tag of messages between stages."""
+        """Build the forward pass. `host_parameters`: the leaves that are offloaded between their uses, if they are
+        offloaded already. `first_tag`: the first tag of messages between stages."""
         self.rank, self.world, self.leaves = rank, rank.comm, leaves
         self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
         if self.pipe is not None:
@@ -49,14 +49,16 @@ class LocalForward:
         rank.runs_on(parts.plan.mesh)
         self.handle = Handle(rank.comm)
         found = parts.resharded
-        here = {n: leaves[n] for n in found.parked if n in leaves}
-        self.parked = Parked(here, rank.device) if parked is None else parked
+        here = {n: leaves[n] for n in found.host_parameters if n in leaves}
+        self.host_parameters = (
+            HostParameters(here, rank.device) if host_parameters is None else host_parameters
+        )
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
         self.alike, self._passes = Alike(self.world, rank.device), 0
         self.ambient = Ambient()
-        self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, training=False)
+        self.made = Programs(parts, rank, self.handle, self.host_parameters, self.pipe, training=False)
         self.results = Results(parts, rank, self.handle, self.pipe)
         self.layouts = self.results.layouts
         if self.pipe is not None:
@@ -78,7 +80,7 @@ class LocalForward:
         self.alike.begin(self._passes, batch)
         self._passes += 1
         during = heartbeat.during("a forward pass")
-        with self.ambient.as_built(), during, torch.no_grad(), self.parked.away():
+        with self.ambient.as_built(), during, torch.no_grad(), self.host_parameters.away():
             self.made.begin()
             made = self.executor.run(self.made.actions, batch, self._wanted)
             pieces = self.results.pieces(made.values, made.pieces)

@@ -66,7 +66,7 @@ def slicer(layout: TensorLayout, mesh: Mesh, rank: int) -> Callable[[torch.Tenso
 def place_of(name: str, parts: Partition, device: torch.device) -> torch.device:
     """Where an input lives: in the host's memory, or on the given device."""
     found = parts.resharded
-    return HOST if name in found.hosted or name in found.parked else device
+    return HOST if name in found.hosted or name in found.host_parameters else device
 
 
 def taker(name: str, parts: Partition, rank: Rank) -> Callable[[torch.Tensor], torch.Tensor]:

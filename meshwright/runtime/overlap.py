@@ -28,7 +28,7 @@ from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator, Work
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.recompute import Again, Argument
-from meshwright.runtime.reshard import Mover, StepTexts, say, told_as
+from meshwright.runtime.reshard import Mover, StepTexts, collective_name, say
 
 
 class Way:
@@ -212,7 +212,7 @@ class Start(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.handle, self.again, self.prefetch = handle, again, prefetch
-        told = [told_as(node, way) for way in ("forward", "backward")]
+        told = [collective_name(node, way) for way in ("forward", "backward")]
         self.onward = [Way(texts, mesh, number, handle, told[0]) for texts in node.args[1]]
         self.back = [Way(texts, mesh, number, handle, told[1]) for texts in node.args[2]]
         wire = node.kwarg("wire")

@@ -21,7 +21,7 @@ from meshwright.runtime.recompute import Again, Result
 NO_HOMES: Mapping[str, torch.Tensor] = {}
 
 
-class Parked:
+class HostParameters:
     """The offloaded parameters of one rank, by the names of the program's inputs, trained ones as leaves. `homes`:
     their values on the host."""
 
@@ -178,4 +178,4 @@ def _there(x: torch.Tensor) -> torch.Tensor:
     return empty_on_host(x).copy_(x)
 
 
-__all__ = ["Fetch", "Fetches", "Parked"]
+__all__ = ["Fetch", "Fetches", "HostParameters"]

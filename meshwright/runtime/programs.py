@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.core.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
-from meshwright.partition.activation_offload import room_bytes, settled_before, stashed_in
+from meshwright.partition.activation_offload import activations_in, room_bytes, settled_before
 from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import full_batch, micro_batches_of
@@ -26,7 +26,7 @@ from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import Build, modules_in_time, order_of_one_rank, step_actions
-from meshwright.runtime.parameter_offload import Fetches, Parked
+from meshwright.runtime.parameter_offload import Fetches, HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recompute import Again
@@ -52,7 +52,7 @@ class Programs:
         parts: Partition,
         rank: Rank,
         handle: Handle,
-        parked: Parked,
+        host_parameters: HostParameters,
         pipe: Pipeline | None,
         cuts: Sequence[int] = (),
         *,
@@ -60,7 +60,13 @@ class Programs:
     ) -> None:
         """`cuts`: nodes before which the program of a plan without a pipeline is split into stages. Without `training`
         no result may end late."""
-        self.parts, self.rank, self.handle, self.parked, self.pipe = parts, rank, handle, parked, pipe
+        self.parts, self.rank, self.handle, self.host_parameters, self.pipe = (
+            parts,
+            rank,
+            handle,
+            host_parameters,
+            pipe,
+        )
         if pipe is not None:
             self.in_time = pipe.begin(micro_batches_of(parts, rank.comm.rank))
         else:
@@ -72,7 +78,7 @@ class Programs:
         ends_late = self.in_time.late if parts.micro_batches > 1 else self.graph
         self.late = late_values(ends_late) if pipe is None and training else frozenset[str]()
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
-        asked = keeps or parts.stashes or any(n.kwarg("again") for n in self.graph.nodes)
+        asked = keeps or parts.activations or any(n.kwarg("again") for n in self.graph.nodes)
         self.again, self._keeps = Again() if asked else None, keeps
         self.stores: dict[int, Store] = {}
         self.fetches: list[Fetches] = []
@@ -136,16 +142,16 @@ class Programs:
         """Return how the modules of a graph are built, in all micro-batches and for what comes before and after it; and
         where they store what is sharded or offloaded."""
         parts, again, rank = self.parts, self.again, self.rank
-        homes = self.parked.homes  # of what this rank holds: the program of all stages has more
+        homes = self.host_parameters.homes  # of what this rank holds: the program of all stages has more
         brought = {n.name: homes[n.uses[0]] for n in graph.nodes if is_fetch(n) and n.uses[0] in homes}
         fetches = store = None
         if again is not None and brought:
             runs = (tuple(n for n in run if n in brought) for run in fetch_runs(graph))
-            fetches = Fetches(again, self.parked.link, [run for run in runs if run], brought)
+            fetches = Fetches(again, self.host_parameters.link, [run for run in runs if run], brought)
             self.fetches.append(fetches)
-        stashes = stashed_in(parts.stashes, graph, parts.copies)
-        if again is not None and stashes:
-            store = Store(again, rank.device, room_bytes(graph, stashes, parts.plan.mesh, rank.comm.rank))
+        activations = activations_in(parts.activations, graph, parts.copies)
+        if again is not None and activations:
+            store = Store(again, rank.device, room_bytes(graph, activations, parts.plan.mesh, rank.comm.rank))
         hosts = (n.name for n in graph.nodes if parts.plan.hosts and parts.on_host(of_one(n, self.copy_of)))
         options = BuildOptions(
             late=self.late,
@@ -153,9 +159,9 @@ class Programs:
             keeps=self._keeps,
             hosts=frozenset(hosts),
             copy_of=self.copy_of,
-            stashes=stashes,
+            activations=activations,
             store=store,
-            settled=settled_before(graph, stashes),
+            settled=settled_before(graph, activations),
             fetches=fetches,
         )
         return options, store

@@ -14,7 +14,7 @@ from meshwright.partition import Partition
 from meshwright.partition.sharded_update import gathers, update_layout, updates
 from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.local_batch import place_of, slicer
-from meshwright.runtime.parameter_offload import Parked
+from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
@@ -27,7 +27,7 @@ class RankWeights:
     - `leaves`: input of the program → what it reads. `weights`: the trained ones among them.
     - `parameters`: name → what this rank updates of a parameter, a leaf whose ``.grad`` is its shard of the gradient:
       the same tensors, unless weights are gathered again after an update of shards.
-    - `parked`: parameters that are offloaded to host memory. `sharded`: updates of shards; `hosted`: those on the host.
+    - `host_parameters`: those offloaded to host memory. `sharded`: updates of shards; `hosted`: those on the host.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class RankWeights:
                 state.keep(self._kept(entry))
             if entry.role != "batch" and (pipe is None or pipe.holds(name)):
                 self._make_leaf(entry, values, name in held)
-        self.parked = self._parked()
+        self.host_parameters = self._host_parameters()
         self.sharded = self._split_updates(bucket_bytes)
         self.hosted: HostUpdate | None = None
         if "optimizer" in parts.plan.techniques.offload:
-            targets = {self.inputs[n].target: home for n, home in self.parked.homes.items()}
+            targets = {self.inputs[n].target: home for n, home in self.host_parameters.homes.items()}
             self.hosted = HostUpdate(self.parameters, targets, state.updated)
             self.parameters = dict(self.hosted.masters)
         state.updated |= self.parameters
@@ -68,7 +68,7 @@ class RankWeights:
     @property
     def apart(self) -> bool:
         """Whether an update writes to other tensors than those that the program reads."""
-        return bool(self.sharded.shards or self.hosted is not None or self.parked.homes)
+        return bool(self.sharded.shards or self.hosted is not None or self.host_parameters.homes)
 
     def named(self, role: str, target: str) -> str:
         """The program's input for a parameter or buffer of the model."""
@@ -110,7 +110,9 @@ class RankWeights:
             name = self._named["parameter", target]
             axes = [dim_axes(d) for d in self.layout_of(target).dims]
             dims = frozenset(i for i, found in enumerate(axes) if any(self.mesh.sizes[a] > 1 for a in found))
-            apart = name in self.sharded.shards or self.hosted is not None or name in self.parked.homes
+            apart = (
+                name in self.sharded.shards or self.hosted is not None or name in self.host_parameters.homes
+            )
             self.state.access.add(target, parameter, dims, apart)
 
     def _kept(self, entry: Input) -> Kept:
@@ -120,11 +122,11 @@ class RankWeights:
         holders = (0,) if self.pipe is None else self.pipe.holders[entry.name]
         return Kept(entry, self.layouts[entry.name].forward, updated, trained, holders)
 
-    def _parked(self) -> Parked:
+    def _host_parameters(self) -> HostParameters:
         """The parameters that live on the host, brought there where no other program has done so."""
-        here = {n: self.leaves[n] for n in self.parts.resharded.parked if n in self.leaves}
+        here = {n: self.leaves[n] for n in self.parts.resharded.host_parameters if n in self.leaves}
         homes = {n: self.state.homes[t] for n in here if (t := self.inputs[n].target) in self.state.homes}
-        found = Parked(here, self.rank.device, homes)
+        found = HostParameters(here, self.rank.device, homes)
         self.state.homes |= {self.inputs[n].target: home for n, home in found.homes.items()}
         return found
 

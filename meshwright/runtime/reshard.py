@@ -113,7 +113,7 @@ class Pair(torch.nn.Module):
         wire = node.kwarg("wire")
         self.wire = TORCH_DTYPES[str(wire)] if wire else None
         self.late = late and [m.kind for m in self.onward] == ["all_reduce"]
-        self.told = tuple(told_as(node, way) for way in ("forward", "backward"))
+        self.told = tuple(collective_name(node, way) for way in ("forward", "backward"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The value in its new layout; its gradient comes back through the other half."""
@@ -154,7 +154,7 @@ class _Reshard(torch.autograd.Function):
         return _copied(mine) if lone else mine, None
 
 
-def told_as(node: Node, way: str) -> str:
+def collective_name(node: Node, way: str) -> str:
     """Name the collectives of a node for the heartbeat record."""
     return f"%{node.name} {way} ({node.where})" if node.where else f"%{node.name} {way}"
 

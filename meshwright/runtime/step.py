@@ -88,11 +88,11 @@ class LocalStep:
         own = self.own = RankWeights(parts, rank, self.state, self.pipe, values, held, bucket_bytes)
         self.layouts, self.inputs, self.leaves = own.layouts, own.inputs, own.leaves
         self.weights, self.parameters = own.weights, own.parameters
-        self.parked, self.sharded = own.parked, own.sharded
+        self.host_parameters, self.sharded = own.host_parameters, own.sharded
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
-        self.made = Programs(parts, rank, self.handle, self.parked, self.pipe, cuts)
+        self.made = Programs(parts, rank, self.handle, self.host_parameters, self.pipe, cuts)
         self.graph, self.modules, self.actions = self.made.graph, self.made.modules, self.made.actions
         if self.pipe is not None:
             self.batches.only(self.made.reads)
@@ -138,7 +138,7 @@ class LocalStep:
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
         size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
-        with self.parked.away():  # buckets lie where gradients arrive
+        with self.host_parameters.away():  # buckets lie where gradients arrive
             return self.state.shared_buckets(
                 GradientBuckets(
                     self.rank.comm, pending, self.uses, size, described, self.sharded.of, self.each_time
@@ -266,7 +266,7 @@ class LocalStep:
         if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last
             self.rank.runs_on(self.parts.plan.mesh)
         self.buckets.serve(self.uses, self.each_time)
-        with self.handle.deferring(), self.parked.away():
+        with self.handle.deferring(), self.host_parameters.away():
             try:
                 made = self.executor.run(actions, batch, wanted)
             except Exception as error:

@@ -77,7 +77,7 @@ class StepEnd:
                 self.optimizer.step()
                 held.hosted.give_back()
             else:
-                with held.parked.present():
+                with held.host_parameters.present():
                     self.optimizer.step()
         held.sharded.gather()
 

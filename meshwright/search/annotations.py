@@ -27,24 +27,26 @@ from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import RuleDim, dim_letters, must_replicate
 from meshwright.ops.strategy import UNSHARDED, Strategy, layouts, merge, split_unit, splittable, units
+from meshwright.search.context import SearchContext, options
 from meshwright.search.pins import Seeds, cut_letter
-from meshwright.search.scene import Scene, options
 
 
-def check_annotated(scene: Scene, specs: Iterable[PinSpec], assignment: Mapping[str, Strategy]) -> list[str]:
+def check_annotated(
+    context: SearchContext, specs: Iterable[PinSpec], assignment: Mapping[str, Strategy]
+) -> list[str]:
     """Notes on annotated inputs that move before they are used.
 
     Raises StrategyError where one operator was to shard what it must keep replicated.
     """
     notes: list[str] = []
     for marks in marks_of_sites(specs).values():
-        inside = site_region(scene.graph, marks)
-        alone = len(operators(scene, inside)) == 1
+        inside = site_region(context.graph, marks)
+        alone = len(operators(context, inside)) == 1
         for spec in (m for m in marks if m.role == "in" and m.constrains):
-            for node, port in _takers(scene.graph, spec.node, inside):
+            for node, port in _takers(context.graph, spec.node, inside):
                 if alone:
-                    _check_whole(scene, spec, node, port, assignment)
-                moved = _move(scene, spec.node, node, port, assignment)
+                    _check_whole(context, spec, node, port, assignment)
+                moved = _move(context, spec.node, node, port, assignment)
                 if moved:
                     notes.append(f"{spec.what}: {moved} ({spec.node.where})")
     return list(dict.fromkeys(notes))
@@ -55,16 +57,16 @@ def _takers(graph: Graph, mark: Node, inside: frozenset[str]) -> Iterator[tuple[
 
 
 def _check_whole(
-    scene: Scene, spec: PinSpec, node: Node, port: int, assignment: Mapping[str, Strategy]
+    context: SearchContext, spec: PinSpec, node: Node, port: int, assignment: Mapping[str, Strategy]
 ) -> None:
-    site = scene.site(node.name)
-    (have,) = scene.ports(spec.node, assignment[spec.node.name]).outputs
+    site = context.site(node.name)
+    (have,) = context.ports(spec.node, assignment[spec.node.name]).outputs
     for dim, (given, letters) in enumerate(zip(have.dims, site.rule.inputs[port], strict=True)):
         held = [x for x in dim_letters(letters) if must_replicate(site.rule, x)]
         axes = dim_axes(given)
-        if axes and held and not _takes(scene, node, port, have, axes):
+        if axes and held and not _takes(context, node, port, have, axes):
             raise StrategyError(
-                f"the {spec.what} splits dim {dim} of {spec.node.outputs[0]} into {scene.mesh.count(axes)} blocks, "
+                f"the {spec.what} splits dim {dim} of {spec.node.outputs[0]} into {context.mesh.count(axes)} blocks, "
                 f"which {node.op} must keep whole",
                 why=site.rule.why_replicated or _why(site, letters),
                 where=spec.node.where,
@@ -74,17 +76,17 @@ def _check_whole(
             )
 
 
-def _takes(scene: Scene, node: Node, port: int, have: TensorLayout, axes: Iterable[str]) -> bool:
+def _takes(context: SearchContext, node: Node, port: int, have: TensorLayout, axes: Iterable[str]) -> bool:
     """True if a strategy of the node gives a port these splits. Of a dim of several letters, some may be replicated
     (the channels of a group, the rows of a window) while others are split."""
     fixed, split = UNSHARDED, []
     for axis in axes:
         split.append(axis)
-        wanted = normalize(only_axes(have.forward, split), scene.mesh)
-        for option in options(scene, node, axis, fixed):
+        wanted = normalize(only_axes(have.forward, split), context.mesh)
+        for option in options(context, node, axis, fixed):
             grown = merge(fixed, option)
-            found = layouts(scene.site(node.name), grown).inputs[port].forward
-            if option.splits and normalize(found, scene.mesh) == wanted:
+            found = layouts(context.site(node.name), grown).inputs[port].forward
+            if option.splits and normalize(found, context.mesh) == wanted:
                 fixed = grown
                 break
         else:
@@ -103,10 +105,12 @@ def _why(site: Site, dim: RuleDim) -> str:
     return f"the dim is {runs} runs of {math.prod(sizes) // runs} elements, each of which stays unsplit"
 
 
-def _move(scene: Scene, mark: Node, node: Node, port: int, assignment: Mapping[str, Strategy]) -> str:
-    (have,) = scene.ports(mark, assignment[mark.name]).outputs
-    want = scene.ports(node, assignment[node.name]).inputs[port]
-    if normalize(have.forward, scene.mesh) == normalize(want.forward, scene.mesh):
+def _move(
+    context: SearchContext, mark: Node, node: Node, port: int, assignment: Mapping[str, Strategy]
+) -> str:
+    (have,) = context.ports(mark, assignment[mark.name]).outputs
+    want = context.ports(node, assignment[node.name]).inputs[port]
+    if normalize(have.forward, context.mesh) == normalize(want.forward, context.mesh):
         return ""
     return f"%{mark.uses[0]} is {have.forward} as annotated, {node.op} takes it as {want.forward}, so it is moved"
 
@@ -212,15 +216,17 @@ def marks_of_sites(specs: Iterable[PinSpec]) -> dict[int, list[PinSpec]]:
     return found
 
 
-def operators(scene: Scene, names: Iterable[str]) -> list[str]:
+def operators(context: SearchContext, names: Iterable[str]) -> list[str]:
     """The nodes among these that do more than hand one tensor on: no marks, views or casts."""
     inside = set(names)
     return [
         n.name
-        for n in scene.graph.nodes
+        for n in context.graph.nodes
         if n.name in inside
         and n.op != PIN
-        and not (scene.site(n.name).rule.flattened or (len(n.uses) == 1 and scene.site(n.name).rule.terms))
+        and not (
+            context.site(n.name).rule.flattened or (len(n.uses) == 1 and context.site(n.name).rule.terms)
+        )
     ]
 
 
@@ -246,24 +252,24 @@ def _reach(graph: Graph, start: set[str], *, forward: bool) -> set[str]:
 # ---------------------------------------------------------------- from blocks to axes
 
 
-def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
+def mark_seeds(context: SearchContext, specs: Sequence[PinSpec]) -> Seeds:
     """Seeds for the marked points. Raises StrategyError for shardings the operator or the mesh cannot take."""
     seeds: Seeds = {}
     for marks in marks_of_sites(specs).values():
-        alone = len(operators(scene, site_region(scene.graph, marks))) == 1
+        alone = len(operators(context, site_region(context.graph, marks))) == 1
         chosen: dict[tuple[str, int], list[str]] = {}
         groups: dict[Any, tuple[int, list[str], str]] = {}
         for spec in sorted(marks, key=lambda s: s.role != "in"):
             _check_rank(spec)
             if spec.layout is not None:
-                for dim, axes in enumerate(_layout_axes(scene.mesh, spec)):
+                for dim, axes in enumerate(_layout_axes(context.mesh, spec)):
                     chosen[spec.node.name, dim] = axes
             elif spec.blocks is not None:
-                _allot(scene, spec, groups, chosen, alone=alone)
+                _allot(context, spec, groups, chosen, alone=alone)
         for spec in (m for m in marks if m.constrains):
             for dim in range(len(spec.node.outputs[0].shape)):
                 axes = chosen.get((spec.node.name, dim), [])
-                letters = dim_letters(scene.site(spec.node.name).rule.inputs[0][dim])
+                letters = dim_letters(context.site(spec.node.name).rule.inputs[0][dim])
                 if axes and not letters:
                     raise StrategyError(
                         f"the {spec.what} splits dim {dim}, which has one element",
@@ -272,8 +278,8 @@ def mark_seeds(scene: Scene, specs: Sequence[PinSpec]) -> Seeds:
                         hint="1 (or None) for that dim",
                     )
                 if axes:
-                    cut_letter(scene, seeds, spec.node, letters[0], axes)
-            for axis in scene.mesh.sizes:
+                    cut_letter(context, seeds, spec.node, letters[0], axes)
+            for axis in context.mesh.sizes:
                 seeds.setdefault(axis, {}).setdefault(spec.node.name, Strategy())
     return seeds
 
@@ -339,7 +345,7 @@ def _unlike(data: Mapping[str, Any], mesh: Mesh, ranks: tuple[int, ...]) -> str:
 
 
 def _allot(
-    scene: Scene,
+    context: SearchContext,
     spec: PinSpec,
     groups: dict[Any, tuple[int, list[str], str]],
     chosen: dict[tuple[str, int], list[str]],
@@ -352,16 +358,16 @@ def _allot(
     """
     assert spec.blocks is not None
     needed = math.prod(spec.blocks)
-    if needed > scene.mesh.size:
+    if needed > context.mesh.size:
         raise StrategyError(
-            f"the {spec.what} needs {needed} ranks, there are {scene.mesh.size}",
-            why=f"{' · '.join(map(str, spec.blocks))} = {needed} blocks of {spec.tensor}, mesh {scene.mesh}",
+            f"the {spec.what} needs {needed} ranks, there are {context.mesh.size}",
+            why=f"{' · '.join(map(str, spec.blocks))} = {needed} blocks of {spec.tensor}, mesh {context.mesh}",
             where=spec.node.where,
             hint="fewer splits; a product below the number of ranks repeats the computation",
         )
     mine: set[str] = set()
     for dim, blocks in enumerate(spec.blocks):
-        key = _factor(scene, spec, dim)
+        key = _factor(context, spec, dim)
         known = groups.get(key) if key is not None else None
         if alone and spec.role == "in" and known is not None and known[0] != blocks:
             raise StrategyError(
@@ -379,21 +385,21 @@ def _allot(
         else:
             taken = mine | {a for k, (_, axes, _) in groups.items() if spec.role == "in" for a in axes}
             first = known[1] if known is not None else []
-            axes = _axes_for(scene.mesh, blocks, first, taken)
+            axes = _axes_for(context.mesh, blocks, first, taken)
             if axes is None and not alone:  # other inputs may use the same axes for factors of their own
-                axes = _axes_for(scene.mesh, blocks, first, mine)
+                axes = _axes_for(context.mesh, blocks, first, mine)
             if axes is None:
                 raise StrategyError(
                     f"the {spec.what} splits dim {dim} of {spec.tensor} into {blocks} blocks, "
-                    f"which {scene.mesh.size} ranks cannot do",
-                    why=f"the mesh {scene.mesh} is {' × '.join(str(a.size) for a in scene.mesh.axes)}, and "
+                    f"which {context.mesh.size} ranks cannot do",
+                    why=f"the mesh {context.mesh} is {' × '.join(str(a.size) for a in context.mesh.axes)}, and "
                     + (
-                        f"other dims use {scene.mesh.count(taken)} of it"
+                        f"other dims use {context.mesh.count(taken)} of it"
                         if taken
                         else f"no part of that is {blocks}"
                     ),
                     where=spec.node.where,
-                    hint=f"one of {_possible(scene.mesh, taken)}; their product divides the number of ranks",
+                    hint=f"one of {_possible(context.mesh, taken)}; their product divides the number of ranks",
                 )
             if key is not None and known is None:
                 groups[key] = (blocks, axes, f"dim {dim} of %{spec.node.uses[0]}")
@@ -426,9 +432,9 @@ def _possible(mesh: Mesh, taken: Iterable[str]) -> str:
 PROBE = Mesh((Axis("probe", 1),), (("probe", ("probe",)),))
 
 
-def _factor(scene: Scene, spec: PinSpec, dim: int) -> tuple[str, str] | None:
+def _factor(context: SearchContext, spec: PinSpec, dim: int) -> tuple[str, str] | None:
     """The factor of the annotated operator that a marked dim is: (node, letter), found through views and casts."""
-    probe = Scene(scene.graph, scene.factors, PROBE)
+    probe = SearchContext(context.graph, context.factors, PROBE)
     site = probe.site(spec.node.name)
     letters = dim_letters(site.rule.inputs[0][dim])
     if not letters or not units(site.trees[letters[0]]):
@@ -437,8 +443,8 @@ def _factor(scene: Scene, spec: PinSpec, dim: int) -> tuple[str, str] | None:
     start = layouts(site, Strategy(((letters[0], split_unit(tree, units(tree)[0], "probe")),))).outputs[0]
     state, value = normalize(start, PROBE), spec.node.values[0] if spec.role == "in" else spec.node.uses[0]
     for _ in range(32):
-        near = scene.graph.consumers[value][:1] if spec.role == "in" else ()
-        node, port = near[0] if near else (scene.graph.producers.get(value), -1)
+        near = context.graph.consumers[value][:1] if spec.role == "in" else ()
+        node, port = near[0] if near else (context.graph.producers.get(value), -1)
         if node is None or node.op == PIN:
             return None
         rule = probe.site(node.name).rule

@@ -56,7 +56,7 @@ def auto(planner: Planner) -> Found:
         if found is None:
             seen = [*(f for _, f in tried.found), *tried.nearest]
             raise NothingFits(functools.reduce(functools.partial(nearer, planner), seen, None))
-        fitting = [("the most frugal", found)]
+        fitting = [("the least-memory plan", found)]
         tried.found += fitting
     label, best, sure = _settled(planner, fitting, min(tried.steps.values(), default=0.0))
     steps = {n: step_of(f) if fits(planner, f) else None for n, f in tried.found}
@@ -158,11 +158,11 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
     best = _best(planner, tried)
     if planner.seeds or best is None or best <= (1 + AUTO.close) * min(tried.steps.values(), default=0.0):
         return
-    scene, request = planner.scene, planner.request
-    least = Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
+    context, request = planner.context, planner.request
+    least = Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)
     for rest, name, family in resting_families(planner):
-        working = scene.mesh.count([a.name for a in scene.mesh.axes[rest:]])
-        if float(least.computing(working).sum()) + least.updating(scene.mesh.size) >= best:
+        working = context.mesh.count([a.name for a in context.mesh.axes[rest:]])
+        if float(least.computing(working).sum()) + least.updating(context.mesh.size) >= best:
             return
         for alpha in (None, *AUTO.alphas):
             if request.stop.now():
@@ -273,14 +273,14 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     """Yield what an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the
     best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
-    scene, limit = planner.scene, planner.request.memory_bytes
-    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
+    context, limit = planner.context, planner.request.memory_bytes
+    axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
     rows = None
     if not planner.seeds:
-        rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
+        rows = rows_of(planner.codes, by_batch(context, axes), context.mesh)
     # Ranks without an example of some micro-batch are no data parallel.
-    examples = min(batch_rows(scene.graph), default=scene.mesh.size) // planner.techniques.pieces
-    if rows and scene.mesh.size <= max(1, examples):
+    examples = min(batch_rows(context.graph), default=context.mesh.size) // planner.techniques.pieces
+    if rows and context.mesh.size <= max(1, examples):
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
         if limit is not None:
@@ -288,13 +288,13 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
             if solution.found is not None:
                 yield "data parallel, storage cut", solution.found
     if rows:
-        count = len(scene.mesh.axes)
+        count = len(context.mesh.axes)
         for inner in range(1, min(AUTO.recipe_axes, count - 1) + 1):
-            if scene.mesh.count([a.name for a in scene.mesh.axes[: count - inner]]) > max(1, examples):
+            if context.mesh.count([a.name for a in context.mesh.axes[: count - inner]]) > max(1, examples):
                 continue
             solution = limited(planner, planner.space(outside(rows, count - inner)), None, alone=False)
             if solution.found is not None:
-                ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
+                ranks = context.mesh.count([a.name for a in context.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
     yield "recursion", recursion(planner)(None)
 

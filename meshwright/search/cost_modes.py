@@ -62,7 +62,7 @@ def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
 
 def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None:
     """Given strategies with the best hubs for them; None when the space has no name for one of them."""
-    rows = rows_of(planner.codes, strategies, planner.scene.mesh)
+    rows = rows_of(planner.codes, strategies, planner.context.mesh)
     if rows is None:
         return None
     space = planner.space(exactly(rows), planner.storage(allowed=False))

@@ -22,7 +22,7 @@ from meshwright.search.space.memory import fixed_bytes
 States = tuple[int, ...]
 
 
-class Frugal:
+class LeastMemory:
     """Choices of a planner's first space, from small to quick; each is simulated when it is asked for."""
 
     def __init__(self, planner: Planner) -> None:
@@ -128,16 +128,16 @@ class Frugal:
                 prices = np.where(np.arange(memory.instants) == worst, prices, 1e-3 * prices)
 
 
-def frugal(planner: Planner) -> Frugal:
+def least_memory(planner: Planner) -> LeastMemory:
     """Those of a planner under its techniques, found once."""
-    return planner.kept.once(("frugal", planner.techniques), lambda: Frugal(planner))
+    return planner.kept.once(("least memory", planner.techniques), lambda: LeastMemory(planner))
 
 
 def least_bytes_of(planner: Planner) -> Found | None:
     """The one with the lowest peak, evaluated in full; None without a simulation."""
     if planner.evaluator is None:
         return None
-    choices, best = frugal(planner), None
+    choices, best = least_memory(planner), None
     for states in choices:
         if best is None or choices.sums(states) < planner.peak_bytes(best):
             best = nearer(planner, best, choices.evaluated(states))
@@ -151,17 +151,17 @@ def saved(planner: Planner, *, moved: bool = True) -> Found | None:
     lowest becomes when an operator of it is sharded otherwise, which takes as long as all before."""
     fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
     if not fitting and moved and planner.evaluator is not None:
-        fitting = [found for found in frugal(planner).lower() if fits_in_both(planner, found)]
+        fitting = [found for found in least_memory(planner).lower() if fits_in_both(planner, found)]
     for found in sorted(fitting, key=lambda one: one.claims["price_seconds"]):
         if fits_in_both(planner, sure := planner.settled(found)):
             offer(planner, sure)
-            return replace(sure, claims={**sure.claims, "chosen": "the most frugal"})
+            return replace(sure, claims={**sure.claims, "chosen": "the least-memory plan"})
     return None
 
 
 def lowest_peak(planner: Planner) -> float:
     """Bytes of the lowest peak of those that were simulated so far."""
-    return frugal(planner).lowest_peak
+    return least_memory(planner).lowest_peak
 
 
 def any_fits(planner: Planner) -> bool:
@@ -174,7 +174,7 @@ def any_fits(planner: Planner) -> bool:
 
 def _below(planner: Planner) -> Iterator[Found]:
     if planner.evaluator is not None:
-        yield from frugal(planner).below(planner.request.memory_bytes or math.inf)
+        yield from least_memory(planner).below(planner.request.memory_bytes or math.inf)
 
 
-__all__ = ["Frugal", "any_fits", "frugal", "least_bytes_of", "lowest_peak", "saved"]
+__all__ = ["LeastMemory", "any_fits", "least_memory", "least_bytes_of", "lowest_peak", "saved"]

@@ -27,6 +27,7 @@ from meshwright.search.annotations import (
     pin_specs,
     region,
 )
+from meshwright.search.context import Assignment, SearchContext
 from meshwright.search.cost_modes import SEARCHES, priced, search
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.host_tables import with_tables
@@ -36,7 +37,6 @@ from meshwright.search.pins import Seeds, check_pins, module_seeds, overlaps, pi
 from meshwright.search.planner import Found, Planner, Request
 from meshwright.search.propagation import propagate
 from meshwright.search.remarks import repeated, uneven, unknown
-from meshwright.search.scene import Assignment, Scene
 from meshwright.search.solve import NoStates
 from meshwright.search.to_plan import input_layouts, pass_gradients_back
 
@@ -81,16 +81,16 @@ def _make_plan(
     folds: Folded, mesh: Mesh, mode: str, pins: Pins, constraints: Pins, request: Request | None
 ) -> Plan:
     graph = folds.graph
-    scene = Scene(graph, factors_of(graph), mesh)
+    context = SearchContext(graph, factors_of(graph), mesh)
     specs = pin_specs(graph) if mode in ANNOTATED else []
-    remarks = overlaps(scene, constraints)
+    remarks = overlaps(context, constraints)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
     found: Found | None = None
     if mode in SEARCHES and request is not None:
-        seeds = _seeds(scene, specs, constraints)
+        seeds = _seeds(context, specs, constraints)
 
         def searched(hosts: frozenset[str], offload: bool = True) -> Found:
-            return search(Planner(scene, folds, seeds, request, hosts), mode, offload=offload)
+            return search(Planner(context, folds, seeds, request, hosts), mode, offload=offload)
 
         with request.stop.answered_by(lambda offered: _offered(offered, mode, pins)):
             if mode == "auto":
@@ -99,16 +99,16 @@ def _make_plan(
                 found, moved = searched(hosts), []
         remarks += moved
         assignment, reasons = dict(found.choice.strategies), {}
-        check_layouts(scene, assignment)
+        check_layouts(context, assignment)
     else:
-        assignment, reasons = _assign(scene, mode, specs, constraints)
-        pass_gradients_back(scene, assignment)
-        check_layouts(scene, assignment)
+        assignment, reasons = _assign(context, mode, specs, constraints)
+        pass_gradients_back(context, assignment)
+        check_layouts(context, assignment)
         if request is not None:
-            found = priced(Planner(scene, folds, {}, request, hosts), assignment)
-    notes = remarks + check_annotated(scene, specs, assignment) + _unused(graph, mode)
-    inputs = found.choice.inputs if found else input_layouts(scene, assignment)
-    plan = _unfolded(folds, scene, mode, assignment, inputs, request, found)
+            found = priced(Planner(context, folds, {}, request, hosts), assignment)
+    notes = remarks + check_annotated(context, specs, assignment) + _unused(graph, mode)
+    inputs = found.choice.inputs if found else input_layouts(context, assignment)
+    plan = _unfolded(folds, context, mode, assignment, inputs, request, found)
     plan = replace(plan, reasons=folds.unfold(reasons) if reasons else {}, **_asked(folds, pins, hosts))
     return plan.with_notes(*notes, *_remarks(folds, plan, request))
 
@@ -130,15 +130,15 @@ def _offered(offered: tuple[Planner, Found], mode: str, pins: Pins) -> Plan:
 
 def plan_found(planner: Planner, found: Found) -> Plan:
     """The plan of a choice that a search over everything has found, for the planner's mesh."""
-    folds, scene, assignment = planner.folds, planner.scene, dict(found.choice.strategies)
-    check_layouts(scene, assignment)
-    plan = _unfolded(folds, scene, "auto", assignment, found.choice.inputs, planner.request, found)
+    folds, context, assignment = planner.folds, planner.context, dict(found.choice.strategies)
+    check_layouts(context, assignment)
+    plan = _unfolded(folds, context, "auto", assignment, found.choice.inputs, planner.request, found)
     return plan.with_notes(*_remarks(folds, plan, planner.request))
 
 
 def _unfolded(
     folds: Folded,
-    scene: Scene,
+    context: SearchContext,
     mode: str,
     assignment: Assignment,
     inputs: Mapping[str, TensorLayout],
@@ -148,7 +148,7 @@ def _unfolded(
     """The plan of the full graph: what was chosen for each kind of layer, for all of them."""
     full = folds.full
     plan = Plan(
-        scene.mesh,
+        context.mesh,
         mode,
         fingerprint(full),
         folds.unfold(assignment),
@@ -157,7 +157,7 @@ def _unfolded(
         prices=request.cluster.prices if request else None,
     )
     if not folds.is_whole:
-        expect_factors(full, unfolding(folds, scene.factors))
+        expect_factors(full, unfolding(folds, context.factors))
     return plan if found is None else _with_choice(plan, folds, found)
 
 
@@ -185,42 +185,42 @@ def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
 
 
 def _assign(
-    scene: Scene, mode: str, specs: Sequence[PinSpec], constraints: Pins
+    context: SearchContext, mode: str, specs: Sequence[PinSpec], constraints: Pins
 ) -> tuple[Assignment, dict[str, str]]:
     """The strategy of each node, and for each why it was chosen."""
-    graph = scene.graph
-    states = scene.board.start()
+    graph = context.graph
+    states = context.option_tables.start()
     reasons: dict[str, str] = {}
-    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
-    seeds = _seeds(scene, specs, constraints)
+    axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
+    seeds = _seeds(context, specs, constraints)
     pinned_axes = {a for a, nodes in seeds.items() if any(s != UNSHARDED for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:
         case "data_parallel":
-            check_batch(scene, axes)
-            assign_batch(scene, states, axes, graph.nodes)
+            check_batch(context, axes)
+            assign_batch(context, states, axes, graph.nodes)
         case "semi_auto":
             inside = region(graph, specs) | {n for nodes in seeds.values() for n in nodes}
             for axis in axes:
-                propagate(scene, states, axis, seeds.get(axis, {}), within=inside, given=given)
+                propagate(context, states, axis, seeds.get(axis, {}), within=inside, given=given)
             outside = tuple(n for n in graph.nodes if n.name not in inside)
-            assign_batch(scene, states, axes, outside)
+            assign_batch(context, states, axes, outside)
             reasons = {n.name: "annotated" if n.name in inside else "data parallel" for n in graph.nodes}
         case "sharding_propagation":
             for pinned, run in itertools.groupby(axes, key=pinned_axes.__contains__):
                 if not pinned:
-                    assign_batch(scene, states, tuple(run), graph.nodes)
+                    assign_batch(context, states, tuple(run), graph.nodes)
                     continue
                 for axis in run:
                     wanted = {n: s for n, s in seeds[axis].items() if s != UNSHARDED}
-                    propagate(scene, states, axis, wanted, given=given)
+                    propagate(context, states, axis, wanted, given=given)
             seeded = {n for axis in pinned_axes for n, s in seeds[axis].items() if s != UNSHARDED}
             reasons = {n.name: "annotated" if n.name in seeded else "propagated" for n in graph.nodes}
-    return scene.board.strategies(states), reasons
+    return context.option_tables.strategies(states), reasons
 
 
-def _seeds(scene: Scene, specs: Sequence[PinSpec], constraints: Pins) -> Seeds:
-    return _joined(mark_seeds(scene, specs), module_seeds(scene, constraints))
+def _seeds(context: SearchContext, specs: Sequence[PinSpec], constraints: Pins) -> Seeds:
+    return _joined(mark_seeds(context, specs), module_seeds(context, constraints))
 
 
 def _check_sizes(graph: Graph) -> None:
@@ -333,15 +333,15 @@ def _unused(graph: Graph, mode: str) -> list[str]:
     ]
 
 
-def check_layouts(scene: Scene, strategies: Mapping[str, Strategy]) -> None:
+def check_layouts(context: SearchContext, strategies: Mapping[str, Strategy]) -> None:
     """Verify every port of every node against the laws. Raises LayoutError with the operator and its line."""
     seen: set[int] = set()  # nodes of one signature and strategy have the same ports
-    for node in scene.graph.nodes:
-        ports = scene.ports(node, strategies[node.name])
+    for node in context.graph.nodes:
+        ports = context.ports(node, strategies[node.name])
         if id(ports) not in seen:
             seen.add(id(ports))
             for layout in (*ports.inputs, *ports.outputs):
-                verify(layout, scene.mesh, f"%{node.name} ({node.op})")
+                verify(layout, context.mesh, f"%{node.name} ({node.op})")
 
 
 def _joined(*many: Seeds) -> Seeds:

@@ -2,9 +2,9 @@
 
 What the nodes of a graph may do on one mesh axis, as small integers.
 
-Layouts are separable by axis, so an option of a node needs one code for each of its ports: where the value lies on
-that axis alone. Which options there are, and their codes, follow from the letters of a rule where each dim is one
-letter: nodes that differ in sizes alone share `Choices`, which are made once. Nodes of one signature share a `Menu`,
+Layouts are separable by axis, so an option of a node needs one code for each of its ports: where the value lies on that
+axis alone. Which options there are, and their codes, follow from the letters of a rule where each dim is one letter:
+nodes that differ in sizes alone share `Choices`, which are made once. Nodes of one signature share an `OptionTable`,
 which adds how many blocks there is room for. A `State` is the options with what was chosen on the axes before; what a
 search asks of it in its inner loop are list look-ups.
 
@@ -25,7 +25,7 @@ from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import UNSHARDED, Strategy, at_path, split_unit, splittable, through_ports, ways
 
 
-class Board:
+class OptionTables:
     """Nodes and values by number: `uses[n]` and `makes[n]` list values, `readers[v]` and `maker[v]` nodes (-1: none).
 
     `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do.
@@ -53,31 +53,31 @@ class Board:
             [*(r for v in makes for r in self.readers[v]), *(m for v in uses if (m := self.maker[v]) >= 0)]
             for uses, makes in zip(self.uses, self.makes, strict=True)
         ]
-        self.menus = self._menus(factors)
+        self.tables = self._tables(factors)
         self.kinds = self._kinds()
         self.batch: list[tuple[int, ...]] | None = None  # per node, the options that shard its batch factor
         self.remembered: dict[Hashable, list[int]] = {}  # what a search found on an axis of the same kind
 
-    def _menus(self, factors: Factors) -> list[Menu]:
+    def _tables(self, factors: Factors) -> list[OptionTable]:
         places: Places = {}
-        known: dict[Hashable, Menu] = {}
+        known: dict[Hashable, OptionTable] = {}
         alike: dict[Hashable, Choices] = {}
-        found: list[Menu] = []
+        found: list[OptionTable] = []
         for node in self.nodes:
             site = factors.sites[node.name]
             key = site.signature
-            menu = known.get(key)
-            if menu is None:
+            table = known.get(key)
+            if table is None:
                 shape = shape_of(site)
                 if (choices := alike.get(shape)) is None:
                     choices = alike[shape] = Choices(site, places)
-                menu = known[key] = Menu(site, choices)
-            found.append(menu)
+                table = known[key] = OptionTable(site, choices)
+            found.append(table)
         return found
 
     def start(self) -> list[State]:
         """Per node, that nothing is chosen yet."""
-        return [menu.start for menu in self.menus]
+        return [table.start for table in self.tables]
 
     def strategies(self, states: list[State]) -> dict[str, Strategy]:
         """Return the chosen strategies, by the names of nodes."""
@@ -88,10 +88,10 @@ class Board:
         repeats."""
         known: dict[Hashable, int] = {}
         found: list[int] = []
-        for menu, uses, makes in zip(self.menus, self.uses, self.makes, strict=True):
+        for table, uses, makes in zip(self.tables, self.uses, self.makes, strict=True):
             values = (*uses, *makes)
             repeats = tuple(map(uses.index, uses)) if len(set(uses)) < len(uses) else ()
-            key = (id(menu), *[(self.size_bytes[v], self.has_grad[v]) for v in values], repeats)
+            key = (id(table), *[(self.size_bytes[v], self.has_grad[v]) for v in values], repeats)
             found.append(known.setdefault(key, len(known)))
         return found
 
@@ -204,7 +204,7 @@ class Choices:
         return self.places.setdefault(tuple(found), SPLIT + len(self.places)) if found else REPLICATED
 
 
-class Menu:
+class OptionTable:
     """The options of all nodes with one rule and equal factors."""
 
     def __init__(self, site: Site, choices: Choices) -> None:
@@ -248,7 +248,7 @@ class Menu:
 class State:
     """The options and what was chosen on the axes before; `blocks`: option → the blocks its unit is split into."""
 
-    menu: Menu
+    table: OptionTable
     turns: tuple[Turn, ...] = ()
     blocks: dict[int, int] = field(default_factory=dict)
     _after: dict[tuple[Turn, ...], State] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class State:
     @functools.cached_property
     def strategy(self) -> Strategy:
         """The choices as a strategy: one object for all nodes in this state."""
-        return self.menu.strategy(list(self.turns))
+        return self.table.strategy(list(self.turns))
 
     def closed(self, members: int) -> frozenset[int]:
         """The options without room for one more axis of some members."""
@@ -265,7 +265,7 @@ class State:
         if found is None:
             blocks = self.blocks
             tight = [
-                o for o, room in enumerate(self.menu.rooms) if room and room < blocks.get(o, 1) * members
+                o for o, room in enumerate(self.table.rooms) if room and room < blocks.get(o, 1) * members
             ]
             found = self._closed[members] = frozenset(tight) if tight else NONE
         return found
@@ -278,7 +278,7 @@ class State:
         if found is None:
             blocks = dict(self.blocks)
             for option, _, members in turns:
-                if self.menu.rooms[option]:
+                if self.table.rooms[option]:
                     blocks[option] = blocks.get(option, 1) * members
-            found = self._after[turns] = State(self.menu, (*self.turns, *turns), blocks)
+            found = self._after[turns] = State(self.table, (*self.turns, *turns), blocks)
         return found

@@ -15,7 +15,7 @@ from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Site
 from meshwright.ops.rule import SIZED, dim_letters, must_replicate
 from meshwright.ops.strategy import Strategy, at_path, fits, split_unit, splittable, unit_leaves, units, ways
-from meshwright.search.scene import Scene
+from meshwright.search.context import SearchContext
 
 BATCH = "batch"  # what plans are shown with where a letter counts examples
 Seeds = dict[str, dict[str, Strategy]]  # axis → node → single-axis strategy
@@ -34,26 +34,26 @@ class Pin:
 CAST = "aten._to_copy.default"
 
 
-def module_seeds(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
+def module_seeds(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
     """Seeds from ``{"blocks.*.mlp.up": {"n": "tp"}}``: every operator in a matching module that reads a parameter.
 
     Raises StrategyError for a pattern that matches nothing, an unknown letter, or a sharding the operator cannot take.
     """
     seeds: Seeds = {}
-    for pin in _resolved(scene, pins):
+    for pin in _resolved(context, pins):
         for node in pin.nodes:
-            cut_letter(scene, seeds, node, pin.letter, pin.axes)
+            cut_letter(context, seeds, node, pin.letter, pin.axes)
     return seeds
 
 
-def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def overlaps(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A note for every two patterns that pin different factors of one operator: it takes both.
 
     Raises StrategyError where they pin the same factor differently, and as `module_seeds` does.
     """
     said: dict[str, list[Pin]] = {}
     found: dict[tuple[str, str], tuple[Node, Pin, Pin]] = {}
-    for pin in _resolved(scene, pins):
+    for pin in _resolved(context, pins):
         for node in pin.nodes:
             for other in said.setdefault(node.name, []):
                 if other.pattern == pin.pattern:
@@ -62,7 +62,7 @@ def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     found.setdefault((other.pattern, pin.pattern), (node, other, pin))
                 elif other.axes != pin.axes:
                     both = (
-                        f"{p.pattern!r} splits {p.letter} over {scene.mesh.show(p.axes)}"
+                        f"{p.pattern!r} splits {p.letter} over {context.mesh.show(p.axes)}"
                         for p in (other, pin)
                     )
                     raise StrategyError(
@@ -74,27 +74,29 @@ def overlaps(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> list[str]:
             said[node.name].append(pin)
     return [
         f"the pins of {one.pattern!r} and {two.pattern!r} both hold for {node.module or f'%{node.name}'}: "
-        f"{one.letter} over {scene.mesh.show(one.axes)} and {two.letter} over {scene.mesh.show(two.axes)}"
+        f"{one.letter} over {context.mesh.show(one.axes)} and {two.letter} over {context.mesh.show(two.axes)}"
         for node, one, two in found.values()
     ]
 
 
-def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[Pin]:
+def _resolved(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[Pin]:
     """Each constraint with the operators that it is for. Raises StrategyError."""
     check_pins(pins)
-    modules = sorted({n.module for n in scene.graph.nodes if n.module})
-    parameters = {i.name for i in scene.graph.inputs if i.role == "parameter"}
-    for node in scene.graph.nodes:  # autocast casts a weight before its operator reads it
+    modules = sorted({n.module for n in context.graph.nodes if n.module})
+    parameters = {i.name for i in context.graph.inputs if i.role == "parameter"}
+    for node in context.graph.nodes:  # autocast casts a weight before its operator reads it
         if node.op == CAST and parameters.intersection(node.uses):
             parameters.update(node.values)
     for pattern, splits in pins.items():
         matched = [
-            n for n in scene.graph.nodes if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
+            n
+            for n in context.graph.nodes
+            if fnmatch.fnmatchcase(n.module, pattern) or f"%{n.name}" == pattern
         ]
-        named = () if matched else _parameters(scene.graph, pattern)
+        named = () if matched else _parameters(context.graph, pattern)
         if not matched and not named:
             names = sorted(
-                target for i in scene.graph.input_of("parameter") for target in (i.target, *i.ties)
+                target for i in context.graph.input_of("parameter") for target in (i.target, *i.ties)
             )
             raise StrategyError(
                 f"no module of the model matches {pattern!r}, nor does a parameter",
@@ -102,7 +104,7 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                 why=f"{len(modules)} modules have operators, and there are {len(names)} parameters",
             )
         for entry in named:
-            yield from _of_parameter(scene, pattern, entry, splits)
+            yield from _of_parameter(context, pattern, entry, splits)
         if named:
             continue
         readers = [n for n in matched if parameters.intersection(n.uses)]
@@ -110,10 +112,10 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
         for letter, axes in splits.items():
             takers: dict[str, list[Node]] = {}
             for node in chosen:
-                if own := _letter(scene, node, letter):
+                if own := _letter(context, node, letter):
                     takers.setdefault(own, []).append(node)
             if not takers:
-                site = scene.site(chosen[0].name)
+                site = context.site(chosen[0].name)
                 raise StrategyError(
                     f"no operator of {pattern!r} has a factor {letter!r}",
                     why=f"{chosen[0].op} has {_letters_text(site)}",
@@ -121,26 +123,28 @@ def _resolved(scene: Scene, pins: Mapping[str, Mapping[str, Any]]) -> Iterator[P
                     hint=did_you_mean(str(letter), {*splittable(site), BATCH}),
                 )
             for own, nodes in takers.items():
-                yield Pin(pattern, own, _run(scene, pattern, letter, axes, nodes[0]), tuple(nodes))
+                yield Pin(pattern, own, _run(context, pattern, letter, axes, nodes[0]), tuple(nodes))
 
 
-def _letter(scene: Scene, node: Node, constraint: str) -> str:
+def _letter(context: SearchContext, node: Node, constraint: str) -> str:
     """The letter of an operator that a constraint names, if it has one: ``batch``, as plans are shown, is the one that
     counts examples."""
-    site = scene.site(node.name)
+    site = context.site(node.name)
     if constraint in site.trees or constraint != BATCH:
         return constraint if constraint in site.trees else ""
-    return next((letter for letter, _ in batch_units(site, scene.factors)), "")
+    return next((letter for letter, _ in batch_units(site, context.factors)), "")
 
 
-def _run(scene: Scene, pattern: str, what: str, axes: str | Sequence[str], taker: Node) -> tuple[str, ...]:
+def _run(
+    context: SearchContext, pattern: str, what: str, axes: str | Sequence[str], taker: Node
+) -> tuple[str, ...]:
     """The prime axes that a constraint names. Raises StrategyError where one is named twice."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    run = tuple(a for name in names for a in scene.mesh.resolve(name))
+    run = tuple(a for name in names for a in context.mesh.resolve(name))
     if len(set(run)) != len(run):
         raise StrategyError(
             f"the pin of {pattern!r} uses an axis twice for {what}",
-            why=f"{names} is {', '.join(run)} on the mesh {scene.mesh}",
+            why=f"{names} is {', '.join(run)} on the mesh {context.mesh}",
             where=taker.where,
             hint="name each axis once",
         )
@@ -156,7 +160,9 @@ def _parameters(graph: Graph, pattern: str) -> tuple[Input, ...]:
     )
 
 
-def _of_parameter(scene: Scene, pattern: str, entry: Input, splits: Mapping[str, Any]) -> Iterator[Pin]:
+def _of_parameter(
+    context: SearchContext, pattern: str, entry: Input, splits: Mapping[str, Any]
+) -> Iterator[Pin]:
     """The constraints on a parameter: of each operator that reads it, the factor that the dim is. Raises
     StrategyError."""
     rank = len(entry.type.shape)
@@ -168,8 +174,8 @@ def _of_parameter(scene: Scene, pattern: str, entry: Input, splits: Mapping[str,
                 hint='{"blocks.*.up.weight": {"0": "tp"}} splits the first dim; letters are of modules: '
                 '{"blocks.*.up": {"n": "tp"}}',
             )
-        for node, port in scene.graph.consumers[entry.name]:
-            site = scene.site(node.name)
+        for node, port in context.graph.consumers[entry.name]:
+            site = context.site(node.name)
             found = dim_letters(site.rule.inputs[port][int(dim)])
             letter = next((x for x in found if x in {*splittable(site)}), "")
             if not letter:
@@ -179,7 +185,7 @@ def _of_parameter(scene: Scene, pattern: str, entry: Input, splits: Mapping[str,
                     where=node.where,
                     hint="another dim, or none",
                 )
-            yield Pin(pattern, letter, _run(scene, pattern, f"dim {dim}", axes, node), (node,))
+            yield Pin(pattern, letter, _run(context, pattern, f"dim {dim}", axes, node), (node,))
 
 
 def pinned_kinds(graph: Graph, pins: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
@@ -244,9 +250,9 @@ def _letters_text(site: Site) -> str:
     return ", ".join(words) or "no factors"
 
 
-def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequence[str]) -> None:
+def cut_letter(context: SearchContext, seeds: Seeds, node: Node, letter: str, axes: Sequence[str]) -> None:
     """Seeds that shard a letter of a node over axes. Raises StrategyError where it cannot be."""
-    site = scene.site(node.name)
+    site = context.site(node.name)
     if must_replicate(site.rule, letter):
         raise StrategyError(
             f"{letter} of {node.op} may not be sharded",
@@ -259,19 +265,19 @@ def cut_letter(scene: Scene, seeds: Seeds, node: Node, letter: str, axes: Sequen
         other = next((x for x, _ in before.splits if x != letter), None)
         if other is not None:
             raise StrategyError(
-                f"the axis {scene.mesh.show((axis,))!r} is used twice in {node.op}, for {other} and for {letter}",
+                f"the axis {context.mesh.show((axis,))!r} is used twice in {node.op}, for {other} and for {letter}",
                 why="an axis can split one factor of an operator",
                 where=node.where,
                 hint="use another axis for one of them",
             )
     tree = site.trees[letter]
-    unit = best_unit(scene, node, letter, axes)
+    unit = best_unit(context, node, letter, axes)
     grown = tree
     for axis in axes:
-        if unit is None or not fits(grown, unit, scene.mesh, axis):
+        if unit is None or not fits(grown, unit, context.mesh, axis):
             raise StrategyError(
-                f"cannot split {letter} of {node.op} over {scene.mesh.show(axes)}",
-                why=f"{letter} is {show_dim(tree)} and would need {scene.mesh.count(axes)} blocks",
+                f"cannot split {letter} of {node.op} over {context.mesh.show(axes)}",
+                why=f"{letter} is {show_dim(tree)} and would need {context.mesh.count(axes)} blocks",
                 where=node.where,
                 hint=f"at most {_room(tree)} ranks on that axis, or another factor: {_letters_text(site)}",
             )
@@ -285,7 +291,7 @@ def _room(tree: Dim) -> int:
 
 
 def best_unit(
-    scene: Scene, node: Node, letter: str, axes: Sequence[str]
+    context: SearchContext, node: Node, letter: str, axes: Sequence[str]
 ) -> tuple[tuple[int, ...], ...] | None:
     """Where to shard a letter: the first place that nothing in the graph must keep replicated and that has room for the
     axes.
@@ -293,8 +299,8 @@ def best_unit(
     Of a fused qkv ``(3 heads 8)`` that is the heads. Without such a place, the first with room; without
     room, the first.
     """
-    site, held = scene.site(node.name), scene.factors.unsharded[node.name, letter]
+    site, held = context.site(node.name), context.factors.unsharded[node.name, letter]
     tree, found = site.trees[letter], ways(site, letter)
-    roomy = [u for u in found if min(at_path(tree, path).size for path in u) >= scene.mesh.count(axes)]
+    roomy = [u for u in found if min(at_path(tree, path).size for path in u) >= context.mesh.count(axes)]
     free = [u for u in roomy if not any(held[i] for i in unit_leaves(tree, u))]
     return next(iter((*free, *roomy, *found)), None)

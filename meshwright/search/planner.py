@@ -16,10 +16,10 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import AUTO, RECURSION, SPACE
+from meshwright.search.context import SearchContext
 from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
-from meshwright.search.scene import Scene
 from meshwright.search.solve import Memory, Problem
 from meshwright.search.space.build import Choice, Made, Space
 from meshwright.search.space.cache import Kept
@@ -105,34 +105,34 @@ class Planner:
 
     def __init__(
         self,
-        scene: Scene,
+        context: SearchContext,
         folds: Folded,
         seeds: Seeds,
         request: Request,
         hosts: frozenset[str] = frozenset(),
     ) -> None:
-        """`hosts`: the nodes of the scene's graph that the host runs."""
-        self.scene, self.seeds, self.request, self.hosts = scene, seeds, request, hosts
+        """`hosts`: the nodes of the context's graph that the host runs."""
+        self.context, self.seeds, self.request, self.hosts = context, seeds, request, hosts
         self.ties = Ties(folds.same, folds.weight)
         self.folds, self.techniques = folds, request.techniques
         self.evaluator = self._evaluator()
         self.nodes = len(folds.full.nodes)
-        self.table = Table(scene.mesh, request.cluster.prices)
-        self.values = values_of(scene.graph, scene.factors)
-        self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties)
+        self.table = Table(context.mesh, request.cluster.prices)
+        self.values = values_of(context.graph, context.factors)
+        self.codes = all_codes(context.graph, context.factors, self.values, self.ties)
         pinned = {name for nodes in seeds.values() for name in nodes if name in self.codes}
         required = {name: more for name in pinned if (more := constrained_options(seeds, self.codes[name]))}
         if required:
-            self.codes = all_codes(scene.graph, scene.factors, self.values, self.ties, required)
+            self.codes = all_codes(context.graph, context.factors, self.values, self.ties, required)
         priced = hosts if request.cluster.host_bytes_per_s else ()
-        self.kept = Kept(scene.graph, self.values, self.codes, priced)
+        self.kept = Kept(context.graph, self.values, self.codes, priced)
         self._evaluated: dict[Hashable, Evaluation] = {}  # of all techniques
 
     def _evaluator(self) -> Evaluator | None:
         if not self.request.simulate:
             return None
         cluster, states = self.request.cluster, self.request.optimizer_states
-        return Evaluator(self.folds, self.scene.mesh, cluster, states, self.hosts, self.techniques)
+        return Evaluator(self.folds, self.context.mesh, cluster, states, self.hosts, self.techniques)
 
     def under(self, techniques: Techniques) -> Planner:
         """The same with other techniques; spaces of the one are spaces of the other."""
@@ -145,7 +145,7 @@ class Planner:
 
     def asked(self, request: Request) -> Planner:
         """The same under another request."""
-        other = Planner(self.scene, self.folds, self.seeds, request, self.hosts)
+        other = Planner(self.context, self.folds, self.seeds, request, self.hosts)
         return other.under(self.techniques)
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
@@ -154,7 +154,7 @@ class Planner:
         return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()))
 
     def _elsewhere(self) -> Elsewhere:
-        return elsewhere(self.scene.graph, self.techniques, self.hosts, self.ties.times)
+        return elsewhere(self.context.graph, self.techniques, self.hosts, self.ties.times)
 
     def _states(self, optimizer_states: int | None) -> int:
         """Moments of a parameter element on the device."""
@@ -181,7 +181,7 @@ class Planner:
         for number, name in owned.items():
             if name in space.graph.needs_grad and name not in space.hosted:
                 # Gradients of the micro-batches before are there.
-                gradients = summed_bytes(space, name, parted=parted or name in away.parked)
+                gradients = summed_bytes(space, name, parted=parted or name in away.host_parameters)
                 amounts[number] = amounts[number] + gradients[:, None] * np.array([1.0, 0.0, 1.0])
         # Each of the micro-batches keeps what its readers gathered for themselves.
         pairs = {key: (1 + more)[:, None, None] * block for key, block in whole.pairs.items()}
@@ -206,13 +206,13 @@ class Planner:
         """The space of a family, the user's shardings honoured, or of what is made; large ones without what only
         choices dearer than `most` seconds have."""
         if not isinstance(family, Made):
-            family = honouring(family, self.seeds, self.scene.mesh)
+            family = honouring(family, self.seeds, self.context.mesh)
             if self.techniques.pieces > 1:  # what leaves a rank without an example of some has no program
-                family = in_pieces(family, self.scene.factors, self.techniques.pieces)
+                family = in_pieces(family, self.context.factors, self.techniques.pieces)
         return Space(
-            self.scene.graph,
-            self.scene.factors,
-            self.scene.mesh,
+            self.context.graph,
+            self.context.factors,
+            self.context.mesh,
             self.request.cluster,
             family,
             storage or self.storage(),
@@ -236,29 +236,29 @@ class Planner:
     @property
     def size(self) -> int:
         """Nodes × axes: what the time of one search or simulation grows with."""
-        return len(self.codes) * len(self.scene.mesh.axes)
+        return len(self.codes) * len(self.context.mesh.axes)
 
     def _has_many_alike(self) -> bool:
         """True if arrays over isomorphic nodes are quicker than a single space."""
         if not RECURSION.single_space_nodes < len(self.codes) <= RECURSION.arrays_nodes:
             return len(self.codes) > RECURSION.arrays_nodes
         places = max((len(value.places) for value in self.values.values()), default=0)
-        if places * len(self.scene.mesh.axes) > BITS:  # such values the arrays price one by one
+        if places * len(self.context.mesh.axes) > BITS:  # such values the arrays price one by one
             return False
         kinds = self.kept.once(
-            "kinds", lambda: kinds_of(self.codes, self.scene.graph, self.seeds or {}, self.hosts)
+            "kinds", lambda: kinds_of(self.codes, self.context.graph, self.seeds or {}, self.hosts)
         )
         return len(self.codes) >= RECURSION.nodes_of_a_kind * len(kinds)
 
     def arrays(self, demanding: bool = False) -> Alike:
         """The graph as arrays; `demanding` ones know what memory takes under the techniques."""
-        graph, cluster, asked = self.scene.graph, self.request.cluster, self.techniques
+        graph, cluster, asked = self.context.graph, self.request.cluster, self.techniques
         hosts = self.hosts if cluster.host_bytes_per_s else frozenset[str]()
         wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
         demands: Demands | None = None
         if demanding:
             again, away = again_of(graph, asked.recompute), self._elsewhere()
-            ranks, states = self.scene.mesh.size, self._states(None)
+            ranks, states = self.context.mesh.size, self._states(None)
             demands = demands_of(
                 graph, self.values, self.ties, wiring, cluster, ranks, hosts, states, again, away
             )
@@ -279,7 +279,7 @@ class Planner:
     def storage(self, allowed: bool = True) -> Storage:
         """Storage sharded over the levels of the cluster, all axes of a level or none."""
         levels: dict[str, list[int]] = {}
-        for number, axis in enumerate(self.scene.mesh.axes):
+        for number, axis in enumerate(self.context.mesh.axes):
             levels.setdefault(axis.link, []).append(number)
         return Storage(
             tuple(map(tuple, levels.values())),
@@ -291,9 +291,9 @@ class Planner:
     def groups(self) -> list[list[int]]:
         """The user's named axes, as numbers of prime axes."""
         return [
-            [self.scene.mesh.index(a) for a in run]
-            for _, run in self.scene.mesh.names
-            if self.scene.mesh.count(run) > 1
+            [self.context.mesh.index(a) for a in run]
+            for _, run in self.context.mesh.names
+            if self.context.mesh.count(run) > 1
         ]
 
     def limit(self, space: Space) -> float | None:
@@ -354,7 +354,7 @@ def _evaluated(evaluation: Evaluation) -> dict[str, Any]:
 def families_of(planner: Planner) -> list[tuple[str, Family]]:
     """The spaces that are searched exactly: those asked for, else all product states of few axes, else two runs, and
     beside them the product states of the axes that the user named."""
-    mesh = planner.scene.mesh
+    mesh = planner.context.mesh
     axes = sum(a.size > 1 for a in mesh.axes)
     groups = planner.groups()
     names = " × ".join(name for name, run in mesh.names if mesh.count(run) > 1)
@@ -384,7 +384,7 @@ def families_of(planner: Planner) -> list[tuple[str, Family]]:
 
 def resting_families(planner: Planner) -> Iterator[tuple[int, str, Family]]:
     """The exact spaces of fewer ranks, the most first: with more and more of the outermost axes idle."""
-    axes = planner.scene.mesh.axes
+    axes = planner.context.mesh.axes
     used = [n for n, a in enumerate(axes) if a.size > 1]
     for idle in range(1, len(used) + 1):
         working = used[idle:]
@@ -399,13 +399,13 @@ def resting_families(planner: Planner) -> Iterator[tuple[int, str, Family]]:
 
 def two_runs(planner: Planner) -> tuple[str, Family]:
     """Space (b)."""
-    axes = planner.scene.mesh.axes
+    axes = planner.context.mesh.axes
     return f"(b) {SPACES['b']}, {sum(a.size > 1 for a in axes)} prime axes", runs(len(axes), 2)
 
 
 def _is_levels(planner: Planner) -> bool:
     levels = {level.name for level in planner.request.cluster.levels}
-    return {name for name, _ in planner.scene.mesh.names} <= levels
+    return {name for name, _ in planner.context.mesh.names} <= levels
 
 
 def _all(groups: list[list[int]], axes: int) -> list[list[int]]:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 
 from meshwright.ops.strategy import Strategy
-from meshwright.search.option_tables import GRAD, PARTIAL, REPLICATED, SPLIT, Board, State
-from meshwright.search.scene import Scene
+from meshwright.search.context import SearchContext
+from meshwright.search.option_tables import GRAD, PARTIAL, REPLICATED, SPLIT, OptionTables, State
 
 OPEN = -1  # a value whose producer is not decided, a node that is not
 # the user's word broken, bytes moved, transitions that cost, what stays unsplit
@@ -24,7 +24,7 @@ Score = tuple[int, float, int, int]
 
 
 def propagate(
-    scene: Scene,
+    context: SearchContext,
     states: list[State],
     axis: str,
     seeds: Mapping[str, Strategy],
@@ -34,16 +34,18 @@ def propagate(
     """Decide every node on one axis: `states` has what each does so far, by number. `seeds` are single-axis strategies
     of annotated nodes; `within` limits the nodes; values in `given` are taken as they are sharded, by the user's
     word."""
-    board, members = scene.board, scene.mesh.sizes[axis]
-    number = board.number
+    option_tables, members = context.option_tables, context.mesh.sizes[axis]
+    number = option_tables.number
     closed = [state.closed(members) for state in states]
-    chosen = {number[n]: board.menus[number[n]].option_of(s, axis) for n, s in seeds.items()}
+    chosen = {number[n]: option_tables.tables[number[n]].option_of(s, axis) for n, s in seeds.items()}
     allowed = None if within is None else frozenset(number[n] for n in within)
     key = (members, tuple(chosen.items()), tuple(closed), allowed, given)
-    found = board.remembered.get(key)
+    found = option_tables.remembered.get(key)
     if found is None:
-        taken = frozenset(board.value[v] for v in given)
-        found = board.remembered[key] = _Wave(board, members, closed, taken).run(chosen, allowed)
+        taken = frozenset(option_tables.value[v] for v in given)
+        found = option_tables.remembered[key] = _Wave(option_tables, members, closed, taken).run(
+            chosen, allowed
+        )
     for node, option in enumerate(found):
         if option > 0:
             states[node] = states[node].after((option, axis, members))
@@ -56,14 +58,14 @@ class _Wave:
     replicated); `wanted` the codes, gradients included, that decided readers of a value ask for."""
 
     def __init__(
-        self, board: Board, members: int, closed: list[frozenset[int]], given: frozenset[int]
+        self, option_tables: OptionTables, members: int, closed: list[frozenset[int]], given: frozenset[int]
     ) -> None:
-        self.board, self.members, self.closed, self.given = board, members, closed, given
-        self.codes = [menu.choices.codes(members) for menu in board.menus]
-        self.option = [OPEN] * len(board.nodes)
-        self.decided = [OPEN] * len(board.values)
-        self.wanted: list[dict[int, None]] = [{} for _ in board.values]
-        self.missing = [sum(board.maker[v] >= 0 for v in uses) for uses in board.uses]
+        self.option_tables, self.members, self.closed, self.given = option_tables, members, closed, given
+        self.codes = [table.choices.codes(members) for table in option_tables.tables]
+        self.option = [OPEN] * len(option_tables.nodes)
+        self.decided = [OPEN] * len(option_tables.values)
+        self.wanted: list[dict[int, None]] = [{} for _ in option_tables.values]
+        self.missing = [sum(option_tables.maker[v] >= 0 for v in uses) for uses in option_tables.uses]
         self.seen: dict[Hashable, int] = {}  # what was best where a node of its kind stood as this one
         self.ready: deque[int] = deque()
         self.waiting: dict[int, None] = {}  # reached, but some input is open; in the order of reaching
@@ -86,19 +88,19 @@ class _Wave:
 
     def decide(self, node: int, option: int) -> None:
         """Fix an option of a node: what it asks for and what it gives."""
-        board, codes = self.board, self.codes[node]
+        option_tables, codes = self.option_tables, self.codes[node]
         self.option[node] = option
-        for v, want in zip(board.uses[node], codes.inputs[option], strict=True):
+        for v, want in zip(option_tables.uses[node], codes.inputs[option], strict=True):
             self.wanted[v][want] = None
-        for v, have in zip(board.makes[node], codes.outputs[option], strict=True):
+        for v, have in zip(option_tables.makes[node], codes.outputs[option], strict=True):
             if self.decided[v] == OPEN:
-                for reader in board.readers[v]:
+                for reader in option_tables.readers[v]:
                     self.missing[reader] -= 1
             self.decided[v] = have
 
     def reach(self, node: int, allowed: frozenset[int] | None) -> None:
         """Line up the neighbours; those that see all they will get go first."""
-        for near in self.board.near[node]:
+        for near in self.option_tables.near[node]:
             if self.option[near] != OPEN or (allowed is not None and near not in allowed):
                 continue
             if self.missing[near]:
@@ -109,14 +111,14 @@ class _Wave:
 
     def best(self, node: int) -> int:
         """The option with the least redistribution against decided neighbours."""
-        board, decided, wanted = self.board, self.decided, self.wanted
-        uses = board.uses[node]
+        option_tables, decided, wanted = self.option_tables, self.decided, self.wanted
+        uses = option_tables.uses[node]
         key = (
-            board.kinds[node],
+            option_tables.kinds[node],
             self.closed[node],
             tuple([decided[v] for v in uses]),
             tuple([tuple(wanted[v]) for v in uses]),
-            tuple([tuple(wanted[v]) for v in board.makes[node]]),
+            tuple([tuple(wanted[v]) for v in option_tables.makes[node]]),
             tuple([v in self.given for v in uses]) if self.given else (),
         )
         known = self.seen.get(key)
@@ -126,8 +128,8 @@ class _Wave:
 
     def _best(self, node: int) -> int:
         closed, best, least = self.closed[node], 0, None
-        uses = self.board.uses[node]
-        for option, entry in enumerate(self.board.menus[node].entries):
+        uses = self.option_tables.uses[node]
+        for option, entry in enumerate(self.option_tables.tables[node].entries):
             if option in closed:
                 continue
             # A partial sum passes only where every term is partial already: it delays a reduction, it never adds one.
@@ -141,15 +143,15 @@ class _Wave:
     def score(self, node: int, option: int, *, uncut: bool) -> Score:
         """How good an option is: the user's word first, then bytes, then the number of transitions that cost
         something, then what stays unsplit."""
-        board, codes = self.board, self.codes[node]
+        option_tables, codes = self.option_tables, self.codes[node]
         moved, transitions, broken = 0.0, 0, 0
         seen: set[tuple[int, int]] = set()
-        for v, want in zip(board.uses[node], codes.inputs[option], strict=True):
+        for v, want in zip(option_tables.uses[node], codes.inputs[option], strict=True):
             # What another reader asks for already is paid once for all who want it (q, k and v).
             if want in self.wanted[v] or (v, want) in seen:
                 continue
             seen.add((v, want))
-            have, grad = self.decided[v], board.has_grad[v]
+            have, grad = self.decided[v], option_tables.has_grad[v]
             if have != OPEN:
                 cost = self.moved(have, _forward(want), v)
                 moved, transitions = moved + cost, transitions + (cost > 0)
@@ -162,11 +164,11 @@ class _Wave:
                 # decided yet is counted alike.
                 cost = self.moved(PARTIAL, REPLICATED, v)
                 moved, transitions = moved + cost, transitions + (cost > 0)
-        for v, have in zip(board.makes[node], codes.outputs[option], strict=True):
+        for v, have in zip(option_tables.makes[node], codes.outputs[option], strict=True):
             for want in self.wanted[v]:
                 cost = self.moved(have, _forward(want), v)
                 moved, transitions = moved + cost, transitions + (cost > 0)
-                if board.has_grad[v]:
+                if option_tables.has_grad[v]:
                     cost = self.moved(_backward(want), _backward(have), v)
                     moved, transitions = moved + cost, transitions + (cost > 0)
         return broken, moved, transitions, int(uncut)
@@ -175,7 +177,7 @@ class _Wave:
         """Bytes a rank sends to go from one code to another of the same value."""
         if have in (want, REPLICATED):
             return 0.0  # replicated → split is a slice, replicated → partial a mask
-        share = self.board.size_bytes[value] * (self.members - 1) / self.members
+        share = self.option_tables.size_bytes[value] * (self.members - 1) / self.members
         if have == PARTIAL:
             return share if want >= SPLIT else 2 * share
         return share / self.members if want >= SPLIT else 0.0 if want == PARTIAL else share

@@ -31,7 +31,7 @@ def recursion(planner: Planner, inner: str = "exact", rest: int = 0) -> Callable
         plain = multipliers is None and (alike is not None or planner.techniques.micro_batches == 1)
         done = recursive_programming(
             make,
-            planner.scene.mesh,
+            planner.context.mesh,
             inner=inner,
             problem=None if plain else weighed,
             alike=alike,

@@ -14,7 +14,7 @@ from meshwright.ops.strategy import Strategy, split_axes
 from meshwright.ops.table import has_rule
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.steps import origin, show_bytes
-from meshwright.search.scene import Scene
+from meshwright.search.context import SearchContext
 
 UNEVEN = 1.05  # times the mean: a largest block above that is worth a remark
 HEAVY = (
@@ -39,10 +39,10 @@ def unknown(graph: Graph, mesh: Mesh, plan: Plan) -> list[str]:
             found.setdefault(node.op, []).append(node)
     if not found:
         return []
-    scene, ranks = Scene(graph, factors_of(graph), mesh), mesh.size
+    context, ranks = SearchContext(graph, factors_of(graph), mesh), mesh.size
     notes = []
     for op, nodes in found.items():
-        brought = {u for n in nodes for u in n.uses if ranks > 1 and _is_cut(_layout(scene, plan, u))}
+        brought = {u for n in nodes for u in n.uses if ranks > 1 and _is_cut(_layout(context, plan, u))}
         size = sum(graph.types[u].size_bytes for u in brought)
         cost = f"all {ranks} ranks repeat it" if ranks > 1 else "on one rank that costs nothing"
         cost += f", and {show_bytes(size)} of its inputs are gathered on each" if size else ""
@@ -53,11 +53,11 @@ def unknown(graph: Graph, mesh: Mesh, plan: Plan) -> list[str]:
     return notes
 
 
-def _layout(scene: Scene, plan: Plan, value: str) -> TensorLayout:
-    node = scene.graph.producers.get(value)
+def _layout(context: SearchContext, plan: Plan, value: str) -> TensorLayout:
+    node = context.graph.producers.get(value)
     if node is None:
         return plan.inputs[value]
-    return scene.ports(node, plan.strategies[node.name]).outputs[node.values.index(value)]
+    return context.ports(node, plan.strategies[node.name]).outputs[node.values.index(value)]
 
 
 def _is_cut(layout: TensorLayout) -> bool:

@@ -22,9 +22,9 @@ from meshwright.ops.analysis import factors_of
 from meshwright.ops.factors import Site
 from meshwright.ops.strategy import Strategy
 from meshwright.plan.plan import Plan
+from meshwright.search.context import SearchContext
 from meshwright.search.modes import check_layouts
 from meshwright.search.propagation import propagate
-from meshwright.search.scene import Scene
 from meshwright.search.techniques.apply import apply
 from meshwright.search.to_plan import input_layouts, pass_gradients_back
 
@@ -37,14 +37,14 @@ def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
     if plan.own:
         own = tuple(carried(one, graph, folding) for one in plan.own)
         return replace(own[0], own=own)
-    scene, stand, same = _matched(plan, graph, folding)
-    strategies = _strategies(scene, plan, same)
-    inputs = input_layouts(scene, strategies)
+    context, stand, same = _matched(plan, graph, folding)
+    strategies = _strategies(context, plan, same)
+    inputs = input_layouts(context, strategies)
     for entry in graph.inputs:
         if entry.role != "batch":
             inputs[entry.name] = _kept(plan, entry.name, stand, inputs[entry.name], entry.role == "parameter")
     hubs = {e.name: plan.hubs.get(e.name) or plan.hubs.get(stand.get(e.name, "")) for e in graph.inputs}
-    check_layouts(scene, strategies)
+    check_layouts(context, strategies)
     return replace(
         _on_graph(plan, graph, same, strategies, inputs),
         hubs={name: layout.forward for name, layout in hubs.items() if layout is not None},
@@ -66,20 +66,20 @@ def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]
 
 
 def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held]) -> Plan:
-    scene, _, same = _matched(plan, graph, UNFOLDED)
+    context, _, same = _matched(plan, graph, UNFOLDED)
     trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
     isomorphic = (
         len(same) == len(graph.nodes) == len(plan.strategies)
         and all(name in held and held[name].trained == trained for name, trained in trains.items())
-        and all(_is_resized(plan.strategies[here], scene.site(n), plan.mesh) for n, here in same.items())
+        and all(_is_resized(plan.strategies[here], context.site(n), plan.mesh) for n, here in same.items())
     )
-    strategies = _strategies(scene, plan, same, gradients=isomorphic)
+    strategies = _strategies(context, plan, same, gradients=isomorphic)
     if not isomorphic:
-        pass_gradients_back(scene, strategies)
-    check_layouts(scene, strategies)
-    made = _on_graph(plan, graph, same, strategies, input_layouts(scene, strategies))
+        pass_gradients_back(context, strategies)
+    check_layouts(context, strategies)
+    made = _on_graph(plan, graph, same, strategies, input_layouts(context, strategies))
     if isomorphic:
-        hubs = _resized_hubs(plan, scene)
+        hubs = _resized_hubs(plan, context)
         made = replace(
             made,
             hubs=hubs,
@@ -127,11 +127,13 @@ def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
     return replace(plan, inputs=inputs, hubs=hubs, states=states, again=frozenset(again))
 
 
-def _matched(plan: Plan, graph: Graph, folding: Folding) -> tuple[Scene, dict[str, str], dict[str, str]]:
+def _matched(
+    plan: Plan, graph: Graph, folding: Folding
+) -> tuple[SearchContext, dict[str, str], dict[str, str]]:
     """The context of a graph, its later copies of equal layers → the second, and its nodes → those of the plan."""
-    scene = Scene(graph, factors_of(graph), plan.mesh)
+    context = SearchContext(graph, factors_of(graph), plan.mesh)
     stand = matching_names(graph, [(b.start, b.length, b.repeats) for b in folding.blocks if b.repeats > 2])
-    return scene, stand, _same_operators(plan, graph, stand)
+    return context, stand, _same_operators(plan, graph, stand)
 
 
 def _on_graph(
@@ -206,19 +208,19 @@ def _same_operators(plan: Plan, graph: Graph, stand: Mapping[str, str]) -> dict[
 
 
 def _strategies(
-    scene: Scene, plan: Plan, same: Mapping[str, str], gradients: bool = False
+    context: SearchContext, plan: Plan, same: Mapping[str, str], gradients: bool = False
 ) -> dict[str, Strategy]:
     """Those of all nodes: the plan's, at the sizes of the graph, and where there is none with the least redistribution
     around it. `gradients`: keep where those of outputs are partial."""
-    resized = {n: _resized(plan.strategies[here], scene.site(n), scene.mesh) for n, here in same.items()}
+    resized = {n: _resized(plan.strategies[here], context.site(n), context.mesh) for n, here in same.items()}
     fitting = {n: s if gradients else replace(s, grad=()) for n, s in resized.items() if s is not None}
-    if len(fitting) == len(scene.graph.nodes):
-        return {node.name: fitting[node.name] for node in scene.graph.nodes}
-    states = scene.board.start()
-    for axis in (a.name for a in scene.mesh.axes if a.size > 1):
+    if len(fitting) == len(context.graph.nodes):
+        return {node.name: fitting[node.name] for node in context.graph.nodes}
+    states = context.option_tables.start()
+    for axis in (a.name for a in context.mesh.axes if a.size > 1):
         alone = {n: _on_axis(s, axis) for n, s in fitting.items()}
-        propagate(scene, states, axis, {n: s for n, s in alone.items() if _is_option(scene, n, s, axis)})
-    return {**scene.board.strategies(states), **fitting}
+        propagate(context, states, axis, {n: s for n, s in alone.items() if _is_option(context, n, s, axis)})
+    return {**context.option_tables.strategies(states), **fitting}
 
 
 def _resized(strategy: Strategy, site: Site, mesh: Mesh) -> Strategy | None:
@@ -250,11 +252,11 @@ def _is_resized(strategy: Strategy, site: Site, mesh: Mesh) -> bool:
     ]
 
 
-def _resized_hubs(plan: Plan, scene: Scene) -> dict[str, TensorLayout]:
+def _resized_hubs(plan: Plan, context: SearchContext) -> dict[str, TensorLayout]:
     """The hubs of a plan at the sizes of a graph with the same values; one that does not fit is left out."""
     found: dict[str, TensorLayout] = {}
     for name, layout in plan.hubs.items():
-        trees = scene.factors.dims.get(name, ())
+        trees = context.factors.dims.get(name, ())
         dims = [axes_onto(t, d) for t, d in zip(trees, layout.dims, strict=False)]
         if len(trees) == len(layout.dims) and None not in dims:
             found[name] = replace(layout, dims=tuple(d for d in dims if d is not None))
@@ -281,11 +283,11 @@ def _on_axis(strategy: Strategy, axis: str) -> Strategy:
     return Strategy(splits, tuple(t for t in strategy.through if t[0] == axis))
 
 
-def _is_option(scene: Scene, node: str, strategy: Strategy, axis: str) -> bool:
-    menu = scene.board.menus[scene.board.number[node]]
-    return any(menu.strategy([(option, axis, 1)]) == strategy for option in range(len(menu.entries))) or not (
-        strategy.splits or strategy.through
-    )
+def _is_option(context: SearchContext, node: str, strategy: Strategy, axis: str) -> bool:
+    table = context.option_tables.tables[context.option_tables.number[node]]
+    return any(
+        table.strategy([(option, axis, 1)]) == strategy for option in range(len(table.entries))
+    ) or not (strategy.splits or strategy.through)
 
 
 def _kept(plan: Plan, name: str, stand: Mapping[str, str], made: TensorLayout, needed: bool) -> TensorLayout:

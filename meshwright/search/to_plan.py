@@ -9,32 +9,32 @@ from meshwright.core.graph import Graph, Input, Node
 from meshwright.core.layout import TensorLayout, normalize, without_axes
 from meshwright.core.mesh import Mesh
 from meshwright.ops.strategy import Strategy
-from meshwright.search.scene import Assignment, Scene
+from meshwright.search.context import Assignment, SearchContext
 
 
-def pass_gradients_back(scene: Scene, assignment: Assignment) -> None:
+def pass_gradients_back(context: SearchContext, assignment: Assignment) -> None:
     """Let a partial gradient pass through operators that only rearrange or scale one tensor.
 
     It is then reduced once, where the branches of a hub meet (q, k and v of one norm), instead of once a branch.
     """
-    graph = scene.graph
+    graph = context.graph
     pinned = {value for _, value in (*graph.outputs, *graph.mutations)}
     passing: dict[tuple[int, tuple[str, ...]], Strategy] = {}
     for node in reversed(graph.nodes):
-        if not scene.site(node.name).rule.terms or len(node.outputs) != 1:
+        if not context.site(node.name).rule.terms or len(node.outputs) != 1:
             continue
         value = node.name
         consumers = graph.consumers[value]
         if value in pinned or not consumers or value not in graph.needs_grad:
             continue
-        asked = [scene.ports(c, assignment[c.name]).inputs[p] for c, p in consumers]
+        asked = [context.ports(c, assignment[c.name]).inputs[p] for c, p in consumers]
         common = set(asked[0].grad).intersection(*(a.grad for a in asked))
         if not common or len(_grad_ports(graph, node)) != 1:
             continue
-        mine = scene.ports(node, assignment[node.name]).outputs[0]
-        free = [a for a in scene.mesh.sort(common) if a not in mine.split_axes and a not in mine.partial]
+        mine = context.ports(node, assignment[node.name]).outputs[0]
+        free = [a for a in context.mesh.sort(common) if a not in mine.split_axes and a not in mine.partial]
         # Only where every consumer takes the value as it is: otherwise a reshard stands between them anyway.
-        if free and all(scene.normal(a) == scene.normal(mine) for a in asked):
+        if free and all(context.normal(a) == context.normal(mine) for a in asked):
             before = assignment[node.name]
             key = (id(before), tuple(free))
             # one object for all equal ones: what is derived from strategies is remembered by it
@@ -47,26 +47,26 @@ def _grad_ports(graph: Graph, node: Node) -> set[str]:
     return {u for u in node.uses if u in graph.needs_grad}
 
 
-def input_layouts(scene: Scene, strategies: Mapping[str, Strategy]) -> dict[str, TensorLayout]:
+def input_layouts(context: SearchContext, strategies: Mapping[str, Strategy]) -> dict[str, TensorLayout]:
     """The layout in which each input enters the program.
 
     A parameter enters as its first use wants it (a tied one: the others reshard); a batch tensor or buffer
     is split only on the axes on which all its uses agree (slicing further is free); a buffer that the step
     replaces enters whole.
     """
-    graph = scene.graph
+    graph = context.graph
     replaced = {target for target, _ in graph.mutations}
     found: dict[str, TensorLayout] = {}
     for entry in graph.inputs:
         uses = graph.consumers[entry.name]
-        asked = [scene.ports(c, strategies[c.name]).inputs[p] for c, p in uses]
-        whole = TensorLayout(scene.factors.dims[entry.name])
+        asked = [context.ports(c, strategies[c.name]).inputs[p] for c, p in uses]
+        whole = TensorLayout(context.factors.dims[entry.name])
         if not asked or entry.target in replaced:
             found[entry.name] = whole
         elif entry.role == "parameter":
             found[entry.name] = _parameter_layout(entry, asked)
         else:
-            found[entry.name] = _common(asked, whole, scene.mesh)
+            found[entry.name] = _common(asked, whole, context.mesh)
     return found
 
 

@@ -79,7 +79,7 @@ class StepState:
         check_model(model)
         check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
         return shared_forward(
-            self.plan, local.world, local.rank, local.leaves, local.parked, tag, local.state.access
+            self.plan, local.world, local.rank, local.leaves, local.host_parameters, tag, local.state.access
         )(model, batch, outputs)
 
     def generator(self, model: torch.nn.Module, batch: Any) -> Generator:

@@ -69,7 +69,7 @@ class Report:
     def __str__(self) -> str:
         result = "equal to one device" if self.ok else "DIFFERENT from one device"
         result += " in the same micro-batches" if self.inexact else ""
-        mesh = self.plan.told_mesh if self.plan.meshes else self.plan.mesh
+        mesh = self.plan.mesh_text if self.plan.meshes else self.plan.mesh
         asked = f", {self.plan.techniques}" if str(self.plan.techniques) else ""
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:

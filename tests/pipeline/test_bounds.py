@@ -17,11 +17,11 @@ from meshwright.pipeline.play import play
 from meshwright.pipeline.schedules import make
 from meshwright.request import request_for
 from meshwright.search.compute_bound import Least
+from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.bounds import Bounds
 from meshwright.search.pipeline.configurations import Outer
 from meshwright.search.planner import Planner
-from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
 from tests.search.planned import GPU, built
 
@@ -92,7 +92,7 @@ def bounds(model: str, layers: int) -> Bounds:
     def planner(cluster: Cluster) -> Planner:
         inside = request_for(cluster)
         assert inside is not None
-        return Planner(Scene(folds.graph, factors, cluster.mesh), folds, {}, inside)
+        return Planner(SearchContext(folds.graph, factors, cluster.mesh), folds, {}, inside)
 
     least = Least(folds.graph, factors, Ties(folds.same, folds.weight), CLUSTER)
     return Bounds(CLUSTER, layers, (1, 2, 4), least, planner)

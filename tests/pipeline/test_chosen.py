@@ -268,7 +268,7 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
     nothing_in_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked, told = [], []
-    search, better, tell = chosen.stages, chosen._better, chosen.told_stages
+    search, better, tell = chosen.stages, chosen._better, chosen.explain_stages
     refused: list[float] = []
 
     def searched(*given, **named):

@@ -10,7 +10,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import BatchError, RunError
-from meshwright.runtime.agreement import checksum, is_due, options_alike, options_of, options_that_differ
+from meshwright.runtime.agreement import checksum, is_due, options_of, options_that_differ, shared_options
 from tests.data import train as t
 
 SHARDINGS = (
@@ -113,8 +113,8 @@ def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
 
 def test_options_that_all_ranks_begin_with() -> None:
     first, second = [{"lr": "0.1", "eps": "1"}, {"lr": "0.2"}], [{"lr": "0.1", "eps": "2"}, {"lr": "0.2"}]
-    assert options_alike([first, second, first]) == {(0, "lr"), (1, "lr")}
-    assert options_alike([first, second[:1]]) == frozenset()  # which of the two it is nobody knows
+    assert shared_options([first, second, first]) == {(0, "lr"), (1, "lr")}
+    assert shared_options([first, second[:1]]) == frozenset()  # which of the two it is nobody knows
 
 
 def test_forward_steps_compare_too() -> None:

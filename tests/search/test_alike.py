@@ -20,11 +20,11 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ops.analysis import factors_of
 from meshwright.search import planner as planner_module
 from meshwright.search.budget import RECURSION
+from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import Folded, folded, whole
 from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming, turns
-from meshwright.search.scene import Scene
 from meshwright.search.solve import NoStates, Problem, eliminate
 from meshwright.search.solve.eliminate import Eliminated
 from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of
@@ -52,10 +52,10 @@ def planner(
     asked: Mapping[str, Any] | None = None,
 ) -> Planner:
     """`asked`: the techniques of a planner with a limit of memory."""
-    scene = Scene(folds.graph, factors_of(folds.graph), on.place(mesh))
+    context = SearchContext(folds.graph, factors_of(folds.graph), on.place(mesh))
     limit = None if asked is None else 1e9
     request = Request(on, memory_bytes=limit, techniques=techniques_from(asked or {}))
-    return Planner(scene, folds, module_seeds(scene, pins or {}), request, frozenset(hosts))
+    return Planner(context, folds, module_seeds(context, pins or {}), request, frozenset(hosts))
 
 
 def of_model(
@@ -82,7 +82,7 @@ def of(rows: Mapping[str, np.ndarray]) -> Callable[[NodeCodes], np.ndarray]:
 def same_prices(here: Planner, turns: Sequence[Sequence[int]]) -> None:
     """Every state and every pair costs what it costs in a space, beside what the turns before have fixed."""
     arrays = here.arrays()
-    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
+    now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
     for turn in turns:
         here_now = dict(zip(arrays.names, now, strict=True))
         asked = arrays.priced(turn, now)
@@ -121,8 +121,8 @@ def test_prices_of_values_with_too_many_places(bits: int, monkeypatch: pytest.Mo
 
 def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     here = on_nodes(distinct(12), 16)
-    done = recursive_programming(here.space, here.scene.mesh, alike=here.arrays().priced)
-    node_by_node = recursive_programming(here.space, here.scene.mesh)
+    done = recursive_programming(here.space, here.context.mesh, alike=here.arrays().priced)
+    node_by_node = recursive_programming(here.space, here.context.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
     assert done.price <= 1.002 * node_by_node.price
 
@@ -135,14 +135,14 @@ def test_prices_beside_what_users_pin(model: str) -> None:
 def test_pins_tell_sizes_no_more_apart_than_they_are() -> None:
     """Twelve products of twelve sizes, all pinned alike: one kind more, and the prices of a space."""
     plain = on_nodes(distinct(12), 16)
-    pins = {f"%up{i}": {"n": plain.scene.mesh.axes[-1].name} for i in range(11)}
-    here = planner(plain.folds, plain.request.cluster, plain.scene.mesh, pins)
+    pins = {f"%up{i}": {"n": plain.context.mesh.axes[-1].name} for i in range(11)}
+    here = planner(plain.folds, plain.request.cluster, plain.context.mesh, pins)
     assert len(here.arrays().sheets.kinds) == len(plain.arrays().sheets.kinds) + 1
     same_prices(here, ([0], [1, 2, 3], [0]))
 
 
 def test_prices_where_the_host_runs_some_operators() -> None:
-    graph = of_model("recommender", "2x3").scene.graph
+    graph = of_model("recommender", "2x3").context.graph
     tables = [n.name for n in graph.nodes if n.op == "aten.embedding.default"]
     assert tables
     same_prices(of_model("recommender", "2x3", hosts=tables), TURNS["2x3"])
@@ -151,8 +151,8 @@ def test_prices_where_the_host_runs_some_operators() -> None:
 def same_space(here: Planner) -> None:
     """The space that the recursion hands on is the one that is made node by node."""
     arrays = here.arrays()
-    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
-    for turn in turns(here.scene.mesh):
+    now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
+    for turn in turns(here.context.mesh):
         asked = arrays.priced(turn, now)
         now = asked.rows(asked.tables.solved()[0])
     found = here.space(made(arrays.priced((), now)))
@@ -185,7 +185,7 @@ def test_the_space_of_one_choice_where_weights_are_stored_cut_and_sizes_differ()
 def same_optima(here: Planner, turns: Sequence[Sequence[int]], scale: float) -> Choice:
     """With a price per byte the best choice costs what it costs in a space; what was found, as a space."""
     arrays, per_byte = here.arrays(demanding=True), scale * np.array([1.0, 0.5, 2.0])
-    now = np.zeros((len(arrays.names), len(here.scene.mesh.axes)), dtype=np.int8)
+    now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
 
     def best(space: Space) -> Eliminated:
         return eliminate(here.memory(space).weighed(space.problem(), per_byte))
@@ -235,9 +235,9 @@ def test_the_recursion_over_arrays_with_a_price_of_bytes_takes_what_a_space_woul
         return here.memory(space).weighed(space.problem(), per_byte)
 
     priced = functools.partial(here.arrays(demanding=True).priced, per_byte=per_byte)
-    done = recursive_programming(here.space, here.scene.mesh, alike=priced)
-    node_by_node = recursive_programming(here.space, here.scene.mesh, problem=weighed)
-    cheapest = recursive_programming(here.space, here.scene.mesh)
+    done = recursive_programming(here.space, here.context.mesh, alike=priced)
+    node_by_node = recursive_programming(here.space, here.context.mesh, problem=weighed)
+    cheapest = recursive_programming(here.space, here.context.mesh)
     bytes_of, others, free = (here.memory(x.space).totals(x.states) for x in (done, node_by_node, cheapest))
     assert bytes_of.max() <= 1.05 * others.max() and bytes_of.max() < 0.8 * free.max()
     assert weighed(done.space).price(done.states) <= 1.02 * node_by_node.price

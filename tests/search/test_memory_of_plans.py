@@ -13,9 +13,9 @@ from meshwright.core.techniques import ACTIVATIONS, techniques_from
 from meshwright.ops.analysis import factors_of
 from meshwright.predict.tasks import simulate
 from meshwright.request import request_for
+from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded, whole
 from meshwright.search.planner import Planner, families_of
-from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
@@ -32,8 +32,8 @@ def planner_of(model: str, mesh: str, kind: str) -> Planner:
     request = request_for(where)
     assert request is not None
     folds = folded(captured.graph, captured.folding, {}) if captured.folding.blocks else whole(captured.graph)
-    scene = Scene(folds.graph, factors_of(folds.graph), where.place(Mesh.of(MESHES[mesh])))
-    return Planner(scene, folds, {}, request)
+    context = SearchContext(folds.graph, factors_of(folds.graph), where.place(Mesh.of(MESHES[mesh])))
+    return Planner(context, folds, {}, request)
 
 
 @pytest.mark.parametrize("kind", ("gpu", "gloo"))

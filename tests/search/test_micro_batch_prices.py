@@ -15,10 +15,10 @@ from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.request import request_for
+from meshwright.search.context import SearchContext
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.layer_groups import whole
 from meshwright.search.planner import Planner, families_of
-from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.build import Space
@@ -34,12 +34,12 @@ def planner(**techniques: Any) -> Planner:
     captured, machine = captured_of(*built(MODEL)), cluster("gpu", MESH)
     request = request_for(machine, 1e12)
     assert request is not None
-    scene = Scene(captured.graph, factors_of(captured.graph), machine.mesh)
-    return Planner(scene, whole(captured.graph), {}, request).under(techniques_from(techniques))
+    context = SearchContext(captured.graph, factors_of(captured.graph), machine.mesh)
+    return Planner(context, whole(captured.graph), {}, request).under(techniques_from(techniques))
 
 
 def data_parallel(of: Planner) -> Space:
-    rows = rows_of(of.codes, by_batch(of.scene, tuple(of.scene.mesh.sizes)), of.scene.mesh)
+    rows = rows_of(of.codes, by_batch(of.context, tuple(of.context.mesh.sizes)), of.context.mesh)
     assert rows is not None
     return of.space(exactly(rows))
 
@@ -56,9 +56,9 @@ def stored_cut(space: Space, *, again: bool) -> list[int]:
 
 def program(of: Planner, space: Space, states: list[int]) -> Partition:
     """The program of a choice, under the techniques of a planner."""
-    graph, choice = of.scene.graph, space.choice(states)
+    graph, choice = of.context.graph, space.choice(states)
     plan = Plan(
-        of.scene.mesh,
+        of.context.mesh,
         "test",
         fingerprint(graph),
         choice.strategies,

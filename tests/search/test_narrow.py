@@ -44,7 +44,7 @@ def test_no_better_choice_loses_a_state(start: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("model", ["gpt", "wide gpt", "resnet"])
 def test_a_narrow_space_has_the_same_optimum(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = of_model(model, "8")
-    axes = len(here.scene.mesh.axes)
+    axes = len(here.context.mesh.axes)
     whole = here.space(runs(axes, 3))
     known = eliminate(here.space(runs(axes, 2)).problem()).price
     monkeypatch.setattr(build, "SPACE", replace(SPACE, prune_pairs=0))

@@ -12,10 +12,10 @@ from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import zoo
 from meshwright.ops.analysis import factors_of
+from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming
-from meshwright.search.scene import Scene
 from meshwright.search.solve import solve
 from meshwright.search.space.families import one_change, runs
 from tests.search.planned import tower
@@ -27,8 +27,8 @@ def planner(build: Any, nodes: int) -> Planner:
     captured = captured_of(*build())
     cluster = Cluster.preset("h100", nodes=nodes)
     folds = folded(captured.graph, captured.folding)
-    scene = Scene(folds.graph, factors_of(folds.graph), cluster.place(cluster.mesh))
-    return Planner(scene, folds, {}, Request(cluster))
+    context = SearchContext(folds.graph, factors_of(folds.graph), cluster.place(cluster.mesh))
+    return Planner(context, folds, {}, Request(cluster))
 
 
 def odd_heads() -> Any:
@@ -40,19 +40,19 @@ def odd_heads() -> Any:
 @pytest.mark.parametrize("nodes", [8, 32])
 def test_near_the_optimum_of_two_runs(build: Any, nodes: int) -> None:
     here = planner(build, nodes)
-    axes = len(here.scene.mesh.axes)
+    axes = len(here.context.mesh.axes)
     exact = solve(here.space(runs(axes, 2)).problem()).price
-    assert recursive_programming(here.space, here.scene.mesh).price <= 1.01 * exact
+    assert recursive_programming(here.space, here.context.mesh).price <= 1.01 * exact
 
 
 def test_a_change_is_of_one_axis_or_of_all_from_one_on() -> None:
     here = planner(functools.partial(tower, 512, 3, 4096), 4)
     axes, codes = (
-        len(here.scene.mesh.axes),
+        len(here.context.mesh.axes),
         next(c for c in here.codes.values() if c.node.op == "aten.linear.default"),
     )
     now = np.array([1, 1, 0, 0, 1][:axes], dtype=np.int8)
-    found = one_change(axes, lambda _: now)(codes, np.array([a.size for a in here.scene.mesh.axes]))
+    found = one_change(axes, lambda _: now)(codes, np.array([a.size for a in here.context.mesh.axes]))
     assert any((row == now).all() for row in found)
     for row in found:
         where = np.flatnonzero(row != now)

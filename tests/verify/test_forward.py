@@ -180,7 +180,9 @@ def test_evaluation_runs_on_the_weights_of_a_training_step(name: str, how: str) 
                     i.name: found.captured.constants[i.target]
                     for i in found.captured.graph.input_of("constant")
                 }
-                local = LocalForward(evaluated, Rank(comm, CPU), {**step.leaves, **own}, step.parked, tag)
+                local = LocalForward(
+                    evaluated, Rank(comm, CPU), {**step.leaves, **own}, step.host_parameters, tag
+                )
                 assert all(local.leaves[n] is leaf for n, leaf in step.leaves.items() if n not in own)
             losses = [step(given)]
             if look:

@@ -53,7 +53,7 @@ def test_parked_parameters_train_as_on_one_device(case: str) -> None:
     name, mesh, asked = CASES[case]
     model, batch, loss = built(name)
     plan, parts = planned(name, mesh, **asked)
-    assert len(parts.resharded.parked) > 3 and parts.fetched
+    assert len(parts.resharded.host_parameters) > 3 and parts.fetched
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
@@ -86,7 +86,7 @@ def test_a_parameter_without_dims_lives_there_too(more: dict[str, Any]) -> None:
         return model(batch["x"]).square().mean()
 
     plan = mw.plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel", **WITH_STATES, **more)
-    assert "scale" in str(lower(captured_of(model, batch, loss), plan).resharded.parked)
+    assert "scale" in str(lower(captured_of(model, batch, loss), plan).resharded.host_parameters)
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
@@ -98,8 +98,8 @@ def test_values_are_at_home_between_steps() -> None:
         step(batch)
         for name, parameter in step.parameters.items():
             assert parameter.is_contiguous() and not torch.equal(parameter, before[name])
-        homes = {leaf.data_ptr() for leaf in step.parked.homes.values()}
-        assert {step.leaves[n].data_ptr() for n in parts.resharded.parked} == homes
+        homes = {leaf.data_ptr() for leaf in step.host_parameters.homes.values()}
+        assert {step.leaves[n].data_ptr() for n in parts.resharded.host_parameters} == homes
 
 
 @pytest.mark.parametrize("case", ["gpt", "llama, level 3, states too"])
@@ -141,11 +141,13 @@ def test_the_predicted_peak_of_the_device_is_the_measured_one(case: str) -> None
 
 
 def test_weights_leave_the_device() -> None:
-    plain, parked = (peak(planned("deep", {"dp": 2}, **a)[1], device="cuda") for a in ({}, WITH_STATES))
+    plain, host_parameters = (
+        peak(planned("deep", {"dp": 2}, **a)[1], device="cuda") for a in ({}, WITH_STATES)
+    )
     weights = plain.categories["parameters"]
-    assert parked.categories["parameters"] == 0
-    assert parked.bytes <= plain.bytes - 3 * weights  # two moments and the weights
-    assert parked.host_bytes >= 3 * weights
+    assert host_parameters.categories["parameters"] == 0
+    assert host_parameters.bytes <= plain.bytes - 3 * weights  # two moments and the weights
+    assert host_parameters.host_bytes >= 3 * weights
 
 
 def test_price_and_timeline_have_every_copy() -> None:
@@ -233,7 +235,7 @@ def test_the_plan_says_it() -> None:
 def test_a_pattern_parks_what_it_names() -> None:
     plan, parts = planned("deep", {"dp": 2}, offload="parameters:blocks.1", threshold_kb=0)
     targets = {i.name: i.target for i in parts.resharded.graph.inputs}
-    away = {targets[name] for name in parts.resharded.parked}
+    away = {targets[name] for name in parts.resharded.host_parameters}
     assert away and all(target.startswith("blocks.1.") for target in away)
     assert not any("stay" in note for note in plan.notes)
     with pytest.raises(PlanError, match="matches 'blokcs") as caught:
@@ -253,7 +255,7 @@ def test_a_model_trains_within_less_than_its_weights() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     config = gpt.GPTConfig(256, 512, 12, 8, 128)
-    parked = {"offload": ("parameters", "optimizer", "activations")}
-    losses, peaks = zip(*(trained_on_gpu(config, 4, asked) for asked in ({}, parked)), strict=True)
+    host_parameters = {"offload": ("parameters", "optimizer", "activations")}
+    losses, peaks = zip(*(trained_on_gpu(config, 4, asked) for asked in ({}, host_parameters)), strict=True)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert peaks[1] < 0.5 * peaks[0]

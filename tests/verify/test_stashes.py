@@ -26,7 +26,7 @@ from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.predict.memory.step import peak
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
-from meshwright.report.kept_activations import stashed
+from meshwright.report.kept_activations import saved_activation_lines
 from meshwright.runtime import host_link
 from meshwright.runtime.activation_offload import Keeper
 from meshwright.runtime.communicator import Counter
@@ -107,8 +107,8 @@ def test_what_is_kept_elsewhere_trains_as_one_device(case: str) -> None:
     name, mesh, asked = CASES[case]
     model, batch, loss = built(name)
     plan, parts = planned(name, mesh, **asked)
-    assert any(s.gather for s in parts.stashes.values()) == ("slice_activation" in asked)
-    assert any(s.host for s in parts.stashes.values()) == ("offload" in asked)
+    assert any(s.gather for s in parts.activations.values()) == ("slice_activation" in asked)
+    assert any(s.host for s in parts.activations.values()) == ("offload" in asked)
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
@@ -147,7 +147,7 @@ def test_slices_are_what_is_kept() -> None:
     )
     _, parts = planned("deep", BOTH, recompute="full", **SLICED)
     local = parts.local(0)
-    saved = sum(local.types[v].size_bytes // 2 for v in parts.stashes)
+    saved = sum(local.types[v].size_bytes // 2 for v in parts.activations)
     assert plain - sliced == saved > 0
 
 
@@ -217,9 +217,9 @@ def test_what_an_operator_keeps_itself_is_not_kept_twice(asked: dict[str, Any]) 
         plan = mw.plan(model, batch, loss=by_x, mesh={"tp": 2}, mode="data_parallel", **techniques)
         found.append(lower(captured_of(model, batch, by_x), plan))
     plain, other = (peak(parts, staged=False, apart=True).bytes for parts in found)
-    assert other <= plain and not any("softmax" in value for value in found[1].stashes)
+    assert other <= plain and not any("softmax" in value for value in found[1].activations)
     if asked is SLICED:
-        assert any("saves them itself" in line for line in stashed(found[1]))
+        assert any("saves them itself" in line for line in saved_activation_lines(found[1]))
 
 
 def test_host_bytes_are_counted_apart() -> None:
@@ -228,7 +228,7 @@ def test_host_bytes_are_counted_apart() -> None:
     before, now = peak(plain, device="cuda"), peak(parts, device="cuda")
     assert now.bytes < 0.75 * before.bytes and before.host_bytes == 0
     local = parts.local(0)
-    assert now.host_bytes == sum(local.types[v].size_bytes for v in parts.stashes)
+    assert now.host_bytes == sum(local.types[v].size_bytes for v in parts.activations)
 
 
 # ---------------------------------------------------------------- price and timeline
@@ -322,7 +322,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
 
 def test_asked_in_vain_is_noted() -> None:
     plan, parts = planned("gpt", {"dp": 2}, **SLICED)
-    assert not parts.stashes and any("slice_activation changes nothing" in note for note in plan.notes)
+    assert not parts.activations and any("slice_activation changes nothing" in note for note in plan.notes)
 
 
 def trained_on_gpu(config: gpt.GPTConfig, rows: int, asked: dict[str, Any]) -> tuple[list[float], int]:

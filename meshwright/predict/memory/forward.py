@@ -13,7 +13,7 @@ from meshwright.cost.operators import PIECES, REPEATS, VIEWS
 from meshwright.cost.strides import copying_views
 from meshwright.ops.saved import saved
 from meshwright.partition import Partition
-from meshwright.partition.activation_offload import stashed_in
+from meshwright.partition.activation_offload import activations_in
 from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.parameter_offload import is_fetch
@@ -21,7 +21,7 @@ from meshwright.partition.recompute_marks import AGAIN, keeps_of
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.in_flight import FlightMemory
 from meshwright.predict.memory.messages import moved
-from meshwright.predict.memory.offload import FetchMemory, StashMemory
+from meshwright.predict.memory.offload import ActivationMemory, FetchMemory
 from meshwright.predict.memory.operator import OperatorMemory
 from meshwright.predict.memory.recompute import Held, Notes
 from meshwright.predict.memory.updates import ALONE, Beside
@@ -66,18 +66,18 @@ class ForwardWalk:
         self.again = {v for v, how in keeps.items() if how == AGAIN}
         self.operators = OperatorMemory(self.heap, self.notes, self.graph, self.values, self.again)
         self.apart = device != "cpu" if apart is None else apart  # the device's memory is not the host's
-        self.stashes = StashMemory(
+        self.activations = ActivationMemory(
             self.heap,
             self.notes,
             self.graph,
-            stashed_in(parts.stashes, self.graph, parts.copies),
+            activations_in(parts.activations, self.graph, parts.copies),
             parts.plan.mesh,
             rank,
             staged,
             self.apart,
         )
         self.fetches = FetchMemory(self.heap, self.notes, self.graph)
-        self.parked = parts.resharded.parked
+        self.host_parameters = parts.resharded.host_parameters
         self.hosted = parts.resharded.hosted if self.apart else frozenset()
         self.flights = FlightMemory(
             self.graph, self.heap, self.notes, self._pair, parts.plan.mesh, self._number, staged
@@ -94,7 +94,9 @@ class ForwardWalk:
             self.heap.on_host = whole.name in self.hosted
             batch[whole.name] = self.heap.new(whole.type.size_bytes, "batch")
         for entry in self.graph.inputs:
-            self.heap.on_host = entry.name in self.hosted or (self.apart and entry.name in self.parked)
+            self.heap.on_host = entry.name in self.hosted or (
+                self.apart and entry.name in self.host_parameters
+            )
             match entry.role:
                 case "parameter":
                     self.values[entry.name] = self.heap.new(self.counted_bytes(entry.name), "parameters")
@@ -133,21 +135,21 @@ class ForwardWalk:
             ends.setdefault(number, []).append(value)
         for number, node in enumerate(self.graph.nodes):
             self.heap.at(f"{node.name}, forward")
-            if node.name == self.stashes.settled:
-                self.stashes.settle()
+            if node.name == self.activations.settled:
+                self.activations.settle()
             self._run(node)
-            self._stash(node)
+            self._save(node)
             for value in ends.get(number, ()):
                 if value in self.graph.producers:
                     self.heap.drop(self.values[value])
                     self.notes.dropped(self.values[value])
 
-    def _stash(self, node: Node) -> None:
+    def _save(self, node: Node) -> None:
         """Offload or shard the results of a node that are saved so; a view is saved with its base."""
         shares = node.op not in (RESHARD, WAIT) and self._shares(node)
         for value in node.values:
-            if value in self.stashes.stashes and not shares:
-                self.stashes.keep(value, self.values[value])
+            if value in self.activations.activations and not shares:
+                self.activations.keep(value, self.values[value])
 
     def _run(self, node: Node) -> None:
         heap = self.heap

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.graph import DTYPES, Graph, Node
 from meshwright.core.mesh import Mesh
-from meshwright.partition.activation_offload import Stash, part_bytes, room_bytes, settled_before
+from meshwright.partition.activation_offload import SavedActivation, part_bytes, room_bytes, settled_before
 from meshwright.partition.parameter_offload import fetch_runs
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.messages import moved
@@ -35,7 +35,7 @@ class _Away:
     call: Call | None = None
 
 
-class StashMemory:
+class ActivationMemory:
     """The sharded and offloaded activations of a rank. `apart`: host memory is not the device's."""
 
     def __init__(
@@ -43,16 +43,16 @@ class StashMemory:
         heap: Heap,
         notes: Notes,
         graph: Graph,
-        stashes: Mapping[str, Stash],
+        activations: Mapping[str, SavedActivation],
         mesh: Mesh,
         rank: int,
         staged: bool,
         apart: bool,
     ) -> None:
-        self.heap, self.notes, self.graph, self.stashes = heap, notes, graph, stashes
+        self.heap, self.notes, self.graph, self.activations = heap, notes, graph, activations
         self.mesh, self.rank, self.staged, self.apart = mesh, rank, staged, apart
-        self.room_bytes = room_bytes(graph, stashes, mesh, rank)
-        self.settled = settled_before(graph, stashes)
+        self.room_bytes = room_bytes(graph, activations, mesh, rank)
+        self.settled = settled_before(graph, activations)
         self.parts: dict[str, Storage] = {}  # what is kept of values on the device
         self._leaving: deque[Storage] = deque()
         self._run: _Run | None = None
@@ -63,19 +63,23 @@ class StashMemory:
 
     def keep(self, value: str, storage: Storage) -> None:
         """Shard or offload a value with its own memory."""
-        stash, heap = self.stashes[value], self.heap
+        activation, heap = self.activations[value], self.heap
         if self.notes.of(storage) is not None:
             return
-        part = heap.new(part_bytes(stash, self.graph, value, self.mesh, self.rank)) if stash.slices else None
-        if not stash.host:
+        part = (
+            heap.new(part_bytes(activation, self.graph, value, self.mesh, self.rank))
+            if activation.slices
+            else None
+        )
+        if not activation.host:
             assert part is not None
             # Kept once more than the note holds it: what brings it back is the note's own function.
             self.notes.watch([storage], (), lambda _: [self._whole(value, heap.hold(part))], held=[part])
             self.parts[value] = part
             heap.drop(part)
             return
-        if self._run is None or self._run.layer != stash.layer or self._run.opened:
-            self._run = _Run(stash.layer, self._run)
+        if self._run is None or self._run.layer != activation.layer or self._run.opened:
+            self._run = _Run(activation.layer, self._run)
         leaves = part if part is not None else heap.hold(storage)
         there = self._on_host(leaves.size_bytes)
         item = _Away(self._run, there)
@@ -115,7 +119,7 @@ class StashMemory:
         self._bring(item.run)
         assert item.back is not None
         part, item.back = item.back, None
-        found = self._whole(value, part) if self.stashes[value].gather else part
+        found = self._whole(value, part) if self.activations[value].gather else part
         if not item.run.opened and item.run.before is not None:
             self._bring(item.run.before)
         item.run.opened = True
@@ -124,7 +128,7 @@ class StashMemory:
     def _whole(self, value: str, part: Storage) -> Storage:
         """Return a value gathered from its shards, with one use, and free the shard."""
         size = DTYPES[self.graph.types[value].dtype]
-        steps = self.stashes[value].gather
+        steps = self.activations[value].gather
         made = moved(self.heap, part, steps, self.mesh, self.rank, size, self.staged)
         self.heap.drop(part)
         return made
@@ -183,4 +187,4 @@ class FetchMemory:
         return self.heap.new(self.graph.types[name].size_bytes)
 
 
-__all__ = ["FetchMemory", "StashMemory"]
+__all__ = ["FetchMemory", "ActivationMemory"]

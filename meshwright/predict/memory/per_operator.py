@@ -21,7 +21,7 @@ def kept_bytes(parts: Partition, rank: int = 0) -> Mapping[str, int]:
     for value, storage in walk.values.items():
         if value in walk.graph.producers:
             owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
-    for value, storage in walk.stashes.parts.items():
+    for value, storage in walk.activations.parts.items():
         owner.setdefault(id(storage), (storage, walk.graph.producers[value].name))
     for name, kept in walk.kept.items():
         for storage in kept.storages:

@@ -89,9 +89,9 @@ def stage_memory(
             walk.update_parts.resume(heap)
         base, host_base = heap.total, heap.host_total
         begin = len(heap.timeline)
-        walk.stashes.begin()
+        walk.activations.begin()
         walk.forward()
-        walk.stashes.settle()
+        walk.activations.settle()
         middle = len(heap.timeline)
         kept, host_kept = heap.total - base + received, heap.host_total - host_base
         for _, value in stage.outputs:  # what others read is theirs by now

@@ -121,7 +121,9 @@ class StepWalk(ForwardWalk):
             self.heap.new(trained * self.optimizer.states, "optimizer")
         self.heap.on_host = self.apart
         if self.offloaded:  # a copy of what is updated lies beside the states
-            mine = self.trained - self.beside.counted - self.parked  # offloaded ones are updated in place
+            mine = (
+                self.trained - self.beside.counted - self.host_parameters
+            )  # offloaded ones are updated in place
             self.heap.new(sum(self.updated_bytes(n) for n in mine), "optimizer")
         self.heap.on_host = False
         self.heap.new(self.update_parts.copied_bytes(), "optimizer")
@@ -258,7 +260,9 @@ class StepWalk(ForwardWalk):
         self.heap.at("update")
         self.heap.on_host = False
         sizes = [self.updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
-        present = 0 if self.offloaded else sum(self.updated_bytes(n) for n in self.trained & self.parked)
+        present = (
+            0 if self.offloaded else sum(self.updated_bytes(n) for n in self.trained & self.host_parameters)
+        )
         weights = self.heap.new(present)  # copies of offloaded weights on the device
         if sizes:
             copied = sum(sizes) if self.optimizer.at_once else max(sizes)

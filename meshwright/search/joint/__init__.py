@@ -300,10 +300,10 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
     moved = True
     best: Found | None = None
     least, worse = math.inf, 0
-    for point in _frugal_first(planner, over):
+    for point in _least_memory_first(planner, over):
         under = planner.under(point.techniques)
         try:
-            found = _under_frugal(under, space, moved or best is not None)
+            found = _with_least_memory(under, space, moved or best is not None)
         except PlanError:  # more micro-batches than there are examples
             continue
         if best is not None and (found is None or _step(found) >= _step(best)):
@@ -317,12 +317,12 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
     return best
 
 
-def _under_frugal(under: Planner, space: Space, moved: bool) -> Found | None:
+def _with_least_memory(under: Planner, space: Space, moved: bool) -> Found | None:
     # Of the shardings that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
     own = space if under.techniques.pieces == 1 else under.space(families_of(under)[0][1])
     found = limited(under, own, None, alone=False).found
     if found is not None and fits_in_both(under, found := under.settled(found)):
-        return replace(found, claims={**found.claims, "chosen": "the most frugal"})
+        return replace(found, claims={**found.claims, "chosen": "the least-memory plan"})
     return saved(under, moved=moved)
 
 
@@ -356,8 +356,8 @@ def _turns(planner: Planner, best: Found) -> Found:
 
 def least_of(planner: Planner) -> Least:
     """Return the lower bound of the computation of a rank."""
-    scene, request = planner.scene, planner.request
-    return Least(scene.graph, scene.factors, planner.ties, request.cluster, request.optimizer_states)
+    context, request = planner.context, planner.request
+    return Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)
 
 
 def _step(found: Found) -> float:
@@ -366,11 +366,11 @@ def _step(found: Found) -> float:
 
 def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | None) -> PlanError:
     """Why nothing fits, under the techniques that leave least on a rank."""
-    for point in _frugal_first(planner, over):
+    for point in _least_memory_first(planner, over):
         if point.techniques == planner.techniques:
             break
         try:
-            error = too_large(planner.under(point.techniques), None, _fits_frugally)
+            error = too_large(planner.under(point.techniques), None, _fits_with_least_memory)
         except PlanError:  # more micro-batches than a rank has examples
             continue
         why = f"with {point.techniques}: {error.why}"
@@ -378,17 +378,17 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | No
     return too_large(planner, nearest)
 
 
-def _fits_frugally(planner: Planner) -> bool:
+def _fits_with_least_memory(planner: Planner) -> bool:
     """True if one of the least-memory choices fits, under the techniques that need the least memory."""
     given = planner.under(planner.request.techniques)
-    for point in _frugal_first(given, wider(given, dimensions(given))):
+    for point in _least_memory_first(given, wider(given, dimensions(given))):
         with suppress(PlanError):
             if any_fits(given.under(point.techniques)):
                 return True
     return False
 
 
-def _frugal_first(planner: Planner, over: tuple[Dimension, ...]) -> list[Point]:
+def _least_memory_first(planner: Planner, over: tuple[Dimension, ...]) -> list[Point]:
     """The points with all of every technique, but for fewer and fewer micro-batches."""
     last = [len(d.values) - 1 for d in over]
     free = [d.name == "micro_batches" for d in over]

@@ -44,7 +44,7 @@ class Point:
 
 def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
     """List the techniques that are left to choose. `offload`: whether optimizer states may go to the host."""
-    graph, asked = planner.scene.graph, planner.techniques
+    graph, asked = planner.context.graph, planner.techniques
     found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
     if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
         found.append(Dimension("offload", ((), (OPTIMIZER,))))
@@ -56,7 +56,7 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
     activations and parameters on the host."""
     asked, cluster = planner.techniques, planner.request.cluster
     found = [d for d in over if d.name != "offload"]
-    if "slice_activation" not in asked.given and planner.scene.mesh.size > 1:
+    if "slice_activation" not in asked.given and planner.context.mesh.size > 1:
         found.append(Dimension("slice_activation", (False, True)))
     if "offload" not in asked.given and cluster.host_bytes_per_s:
         words = [OPTIMIZER] if offload and planner.request.optimizer_states else []
@@ -73,7 +73,7 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
 def sparing(planner: Planner, asked: Techniques) -> Iterator[Techniques]:
     """The techniques with one more that leaves less on a rank for the time of messages: slices of activations, then the
     optimizer on the host. Each set comes from one other alone."""
-    request, mesh = planner.request, planner.scene.mesh
+    request, mesh = planner.request, planner.context.mesh
     hosted = bool(request.cluster.host_bytes_per_s and request.optimizer_states)
     if (
         "slice_activation" not in asked.given
@@ -104,7 +104,7 @@ def _recompute(graph: Graph) -> Dimension:
 
 def micro_batches_of(planner: Planner, copies: int) -> Dimension:
     """The numbers of micro-batches that can be, each in so many copies."""
-    return pieces_of(planner.scene.graph, planner.scene.factors, copies)
+    return pieces_of(planner.context.graph, planner.context.factors, copies)
 
 
 def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:

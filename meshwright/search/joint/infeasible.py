@@ -93,7 +93,7 @@ def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
     """As many micro-batches as keep the ranks of a pipeline busy, of which a rank has up to one for each of them in
     flight; with recompute where that alone does not fit."""
     asked, places = planner.techniques, planner.request.places
-    if asked.micro_batches > 1 or rows_of_batch(planner.scene.graph) % (2 * places):
+    if asked.micro_batches > 1 or rows_of_batch(planner.context.graph) % (2 * places):
         return
     several = planner.asked(replace(planner.request, in_flight=float(places)))
     more = {"recompute": "full"}

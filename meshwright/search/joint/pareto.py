@@ -80,7 +80,7 @@ class Front:
     def queuing(self) -> float:
         """Seconds that a micro-batch takes longer where weights' halves of backward wait."""
         planner, cluster = self.planner, self.planner.request.cluster
-        trained = (n for n in planner.scene.graph.nodes if n.op in PRODUCTS and any(n.needs_grad))
+        trained = (n for n in planner.context.graph.nodes if n.op in PRODUCTS and any(n.needs_grad))
         count = sum(planner.ties.times(n.name) for n in trained)
         return sum(QUEUED) * count * launch_seconds(cluster.device, cluster.measured)
 
@@ -225,7 +225,7 @@ class Front:
 def launching(planner: Planner) -> float:
     """Seconds that a micro-batch more costs at least: each operator that computes is started once more, forward and
     backward."""
-    graph, times = planner.scene.graph, planner.ties.times
+    graph, times = planner.context.graph, planner.ties.times
     started = sum(times(n.name) * (1 + any(n.needs_grad)) for n in graph.nodes if n.op not in SHARING)
     cluster = planner.request.cluster
     return started * launch_seconds(cluster.device, cluster.measured)
@@ -276,18 +276,18 @@ def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterato
     """Data parallel outside, one sharding of every operator on at `least` so many axes inside, if there are as many,
     and how many examples a rank has; none where the user pinned something. `many`: of shardings those alone that leave
     a rank all of these examples, so that there can be as many micro-batches."""
-    scene = planner.scene
-    axes = tuple(a.name for a in scene.mesh.axes if a.size > 1)
+    context = planner.context
+    axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
     if planner.seeds:
         return
-    rows = rows_of(planner.codes, by_batch(scene, axes), scene.mesh)
+    rows = rows_of(planner.codes, by_batch(context, axes), context.mesh)
     if rows is None:
         return
-    count = len(scene.mesh.axes)
-    examples = min(batch_rows(scene.graph), default=TECHNIQUES.micro_batches * scene.mesh.size)
+    count = len(context.mesh.axes)
+    examples = min(batch_rows(context.graph), default=TECHNIQUES.micro_batches * context.mesh.size)
     for inner in range(min(least, count), min(AUTO.recipe_axes, count) + 1):
-        ranks = scene.mesh.count([a.name for a in scene.mesh.axes[count - inner :]])
-        each = examples * ranks // scene.mesh.size
+        ranks = context.mesh.count([a.name for a in context.mesh.axes[count - inner :]])
+        each = examples * ranks // context.mesh.size
         if each < planner.techniques.pieces:
             continue  # ranks without an example are no data parallel
         name = f"data parallel × {ranks} ranks of the best cut" if inner else "data parallel"
@@ -386,7 +386,7 @@ def _alike(one: Candidate, other: Candidate) -> bool:
 
 def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
     """How many examples a rank has, at most."""
-    choice, mesh, factors = space.choice(states), planner.scene.mesh, planner.scene.factors
+    choice, mesh, factors = space.choice(states), planner.context.mesh, planner.context.factors
     least, seen = TECHNIQUES.micro_batches, set[tuple[int, int]]()
     for node in space.graph.nodes:
         site, strategy = factors.sites[node.name], choice.strategies[node.name]

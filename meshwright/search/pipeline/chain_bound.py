@@ -12,7 +12,7 @@ from meshwright.search.space.step_bound import step_problem
 def chain_seconds(planner: Planner, micro_batches: int) -> float:
     """The least seconds that all micro-batches compute, and send while nothing can hide it, under shardings into two
     runs that leave an example of each micro-batch to a rank. The update is not in it."""
-    family = in_pieces(runs(len(planner.scene.mesh.axes), 2), planner.scene.factors, micro_batches)
+    family = in_pieces(runs(len(planner.context.mesh.axes), 2), planner.context.factors, micro_batches)
     problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
     found = solve(problem, ended=planner.request.stop.now)
     return found.bound + (micro_batches - 1) * launching(planner)

@@ -20,17 +20,17 @@ from meshwright.pipeline.meshes import AXIS
 from meshwright.plan.plan import Plan
 from meshwright.search.budget import STAGES, TECHNIQUES
 from meshwright.search.compute_bound import Least
+from meshwright.search.context import SearchContext
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.layer_groups import folded, whole
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.bounds import Bounds
 from meshwright.search.pipeline.configurations import SEARCHED
-from meshwright.search.pipeline.explain import told_stages
+from meshwright.search.pipeline.explain import explain_stages
 from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
 from meshwright.search.pipeline.stages import Staged, stages
 from meshwright.search.planner import Planner, Request
-from meshwright.search.scene import Scene
 from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.search.wanted import Wanted
@@ -206,7 +206,7 @@ def _best(
             # Those planned so far are known from their plans; one that does not fit after all is no next best.
             known = [replace(one, seconds=found.seconds + (each - step)) for one, each in fitting]
             rest = [*known, *list(several.values())[planned:]]
-            told = told_stages(found, rest, techniques.given)
+            told = explain_stages(found, rest, techniques.given)
             best = replace(other, techniques=given).with_notes(*notes, *told, *_unseen(techniques, request))
             stop.offer(step, best)
             request.report(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
@@ -233,8 +233,8 @@ class _World:
             # Without axes of one rank, as the mesh of a plan's stages is.
             axes = {level.name: level.size for level in cluster.levels if level.size > 1}
             mesh = cluster.place(Mesh.of(axes or {"ranks": 1}))
-            scene = Scene(self.folds.graph, self.factors, mesh)
-            self._planners[sizes] = Planner(scene, self.folds, {}, replace(self.request, cluster=cluster))
+            context = SearchContext(self.folds.graph, self.factors, mesh)
+            self._planners[sizes] = Planner(context, self.folds, {}, replace(self.request, cluster=cluster))
         return self._planners[sizes]
 
     @functools.cached_property

@@ -22,7 +22,7 @@ DIMENSIONS: dict[str, Callable[[Staged], Any]] = {
 }
 
 
-def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = frozenset()) -> list[str]:
+def explain_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = frozenset()) -> list[str]:
     """A line for each dimension that was open: `found` are the pipelines that were simulated and fit, `best` the one of
     them that was taken, and the user has `given` what is not told."""
     lines: list[str] = []
@@ -47,4 +47,4 @@ def told_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] = f
     return lines
 
 
-__all__ = ["told_stages"]
+__all__ = ["explain_stages"]

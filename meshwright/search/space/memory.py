@@ -34,12 +34,12 @@ INSTANTS = ("the loss", "the update", "the head's backward")
 class Elsewhere:
     """Saved activations and parameters that are offloaded or sliced. `sliced`: saved activations are sharded over the
     ranks that would replicate them. `stay`: operator whose results are offloaded → how many of those that it stands for
-    stay on the device. `parked`: parameters that are offloaded between their uses, and with `updated_there` during the
-    update too."""
+    stay on the device. `host_parameters`: parameters that are offloaded between their uses, and with `updated_there`
+    during the update too."""
 
     sliced: bool = False
     stay: Mapping[str, int] = field(default_factory=dict)
-    parked: Collection[str] = ()
+    host_parameters: Collection[str] = ()
     updated_there: bool = False
 
 
@@ -152,7 +152,7 @@ def memory_of(
     """float64[states, 3] for every variable of a space, and what readers gather for themselves. `again`: values that
     backward computes again."""
     kept = _kept(space, frozenset(again), elsewhere.sliced, tuple(elsewhere.stay.items()))
-    held = _held(space, optimizer_states, frozenset(elsewhere.parked), elsewhere.updated_there)
+    held = _held(space, optimizer_states, frozenset(elsewhere.host_parameters), elsewhere.updated_there)
     none = len(INSTANTS)
     amounts = [
         found if (found := held.get(v, kept.get(v))) is not None else np.zeros((parts.shape[1], none))
@@ -184,10 +184,13 @@ def _kept(
 
 @cached_on_first
 def _held(
-    space: Space, optimizer_states: int, parked: frozenset[str], updated_there: bool
+    space: Space, optimizer_states: int, host_parameters: frozenset[str], updated_there: bool
 ) -> dict[int, np.ndarray]:
     """Return the bytes of parameters: float64[states, 3] by variable."""
-    away, (_, head, _) = Elsewhere(parked=parked, updated_there=updated_there), _end(space.graph)
+    away, (_, head, _) = (
+        Elsewhere(host_parameters=host_parameters, updated_there=updated_there),
+        _end(space.graph),
+    )
     names = [name for name in space.wiring.parameters if name not in space.hosted]
     holdings = _holdings(space.graph, names, space.wiring, space.cluster, head, optimizer_states, away)
     found: dict[int, np.ndarray] = {}
@@ -264,7 +267,7 @@ def _holding(
     elsewhere: Elsewhere,
 ) -> Holding:
     item, trained = DTYPES[graph.types[name].dtype], name in graph.needs_grad
-    here = name not in elsewhere.parked
+    here = name not in elsewhere.host_parameters
     return Holding(
         count,
         item,

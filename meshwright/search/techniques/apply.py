@@ -17,7 +17,7 @@ from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import example_reducers
 from meshwright.plan.plan import Plan
-from meshwright.search.techniques.offload import stashes
+from meshwright.search.techniques.offload import save_activations
 from meshwright.search.techniques.optimizer_parallel import optimizer_parallel
 from meshwright.search.techniques.recompute import recompute
 
@@ -27,7 +27,7 @@ def apply(graph: Graph, plan: Plan, techniques: Techniques, cluster: Cluster | N
     PlanError for what cannot be."""
     plan = replace(plan, techniques=techniques)
     plan = fusion(graph, optimizer_parallel(graph, plan))
-    return micro_batches(graph, stashes(graph, recompute(graph, plan, cluster)))
+    return micro_batches(graph, save_activations(graph, recompute(graph, plan, cluster)))
 
 
 def fusion(graph: Graph, plan: Plan) -> Plan:
@@ -76,7 +76,7 @@ def micro_batches(graph: Graph, plan: Plan) -> Plan:
     )
     return plan.with_notes(
         f"inexact by design: {names} ({found[0].op}, {found[0].where}): their statistics are those of each of "
-        f"{plan.techniques.pieces_told}, not of the batch, and so loss and gradients are not the full batch's"
+        f"{plan.techniques.pieces_text}, not of the batch, and so loss and gradients are not the full batch's"
     )
 
 

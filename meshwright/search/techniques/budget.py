@@ -70,9 +70,9 @@ def solve(budget: float, layers: Sequence[Layer], weigh: Callable[[Chosen], Weig
             return Solved(chosen, weight, plain)
         expected = rest + sum(o[POLICIES.index(p)][0] for o, p in zip(options, chosen, strict=True))
         room = min(room, budget - rest - (weight.total_bytes - expected))
-    frugal = tuple(POLICIES[min(range(len(POLICIES)), key=lambda k, o=o: o[k])] for o in options)
+    least_memory = tuple(POLICIES[min(range(len(POLICIES)), key=lambda k, o=o: o[k])] for o in options)
     known = {(policy,) * len(layers): weight for policy, weight in uniform.items()}
-    known.setdefault(frugal, weigh(frugal))
+    known.setdefault(least_memory, weigh(least_memory))
     return _fitting(budget, [Solved(chosen, weight, plain) for chosen, weight in known.items()])
 
 

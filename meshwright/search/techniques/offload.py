@@ -5,7 +5,8 @@ under ``"selective"``, all that autograd keeps without it. The last layer stays 
 with it. ``"activations:4"`` is for the first four layers alone, which are held the longest; ``"activations:blocks.0"``
 for the modules that a pattern names.
 
-What techniques keep elsewhere, for the sums of a search: no more than the passes of a plan will (`stashes.py`).
+What techniques offload or slice, for the sums of a search: no more than the passes of a plan will
+(`partition/activation_offload.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ LEAST_BYTES = 1024  # of a full value; a smaller one costs more to move than it 
 AGAIN, SLICE, HOST = "again", "slice", "host"
 
 
-def stashes(graph: Graph, plan: Plan) -> Plan:
+def save_activations(graph: Graph, plan: Plan) -> Plan:
     """The plan with what is kept in slices or on the host. Raises PlanError for a pattern that names no module."""
     asked = plan.techniques
-    plan = plan.with_notes(*_parked_notes(graph, plan))
+    plan = plan.with_notes(*_offload_remarks(graph, plan))
     offload = [word for word in asked.offload if word.partition(":")[0] == ACTIVATIONS]
     if not asked.slice_activation and not offload:
         return plan
@@ -52,10 +53,10 @@ def stashes(graph: Graph, plan: Plan) -> Plan:
     return replace(plan, keeps={**plan.keeps, **changed}).with_notes(*notes)
 
 
-def _parked_notes(graph: Graph, plan: Plan) -> list[str]:
+def _offload_remarks(graph: Graph, plan: Plan) -> list[str]:
     """Which parameters stay on the device though the host is asked to have them."""
     asked = plan.techniques
-    if not asked.parks:
+    if not asked.offloads_parameters:
         return []
     entries = [e for e in graph.input_of("parameter") if graph.consumers[e.name]]
     for pattern in (w.partition(":")[2] for w in asked.offload if w.startswith(f"{PARAMETERS}:")):
@@ -68,7 +69,7 @@ def _parked_notes(graph: Graph, plan: Plan) -> list[str]:
                 hint=did_you_mean(pattern, known),
             )
     away = offloaded_parameters(graph, plan.hosts, asked)
-    small = [e for e in entries if e.name not in away and asked.parks_parameter(e.target, *e.ties)]
+    small = [e for e in entries if e.name not in away and asked.offloads_parameter(e.target, *e.ties)]
     if not small:
         return []
     names = ", ".join(e.target for e in small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
@@ -156,7 +157,7 @@ def elsewhere(
     """Describe what is offloaded or sliced. `times`: the number of operators of the model that a node of the graph
     stands for."""
     words = [word for word in asked.offload if word.partition(":")[0] == ACTIVATIONS]
-    if not (words or asked.parks or asked.slice_activation):
+    if not (words or asked.offloads_parameters or asked.slice_activation):
         return HERE
     stay: dict[str, int] = {}
     if words == [ACTIVATIONS]:
@@ -167,8 +168,8 @@ def elsewhere(
         stay |= {n.name: 1 for n in (last.nodes if last else ()) if times(n.name) > 1}
     elif words:  # of layers that are named: all of it may go
         stay = dict.fromkeys((n.name for n in graph.nodes), 0)
-    parked = offloaded_parameters(graph, hosts, asked)
-    return Elsewhere(asked.slice_activation, stay, parked, "optimizer" in asked.offload)
+    host_parameters = offloaded_parameters(graph, hosts, asked)
+    return Elsewhere(asked.slice_activation, stay, host_parameters, "optimizer" in asked.offload)
 
 
-__all__ = ["elsewhere", "kept_values", "stashes"]
+__all__ = ["elsewhere", "kept_values", "save_activations"]

@@ -28,7 +28,7 @@ SHOWN = 3  # names in an error
 def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     """The plan with what `optimizer_parallel` asks for. Raises PlanError for a size or a pattern that fits nothing."""
     asked = plan.techniques
-    if asked.parks and asked.optimizer_parallel in (1, 2):
+    if asked.offloads_parameters and asked.optimizer_parallel in (1, 2):
         raise PlanError(
             f'optimizer_parallel={asked.optimizer_parallel} beside offload="{PARAMETERS}"',
             why="weights that are updated in shards are replicated on every device after it, not on the host",
@@ -152,7 +152,7 @@ def _check_size(ranks: int, uses: Iterable[TensorLayout], mesh: Mesh) -> None:
 def _nothing_else_asked(plan: Plan) -> None:
     asked = plan.techniques.asked()
     for name in ("shard_size", "threshold_kb", "keep_whole"):
-        if name in asked and (name != "threshold_kb" or not plan.techniques.parks):
+        if name in asked and (name != "threshold_kb" or not plan.techniques.offloads_parameters):
             raise PlanError(
                 f"{name}={asked[name]!r} without optimizer_parallel",
                 why="it says which parameters optimizer parallel splits, and over how many ranks",

@@ -17,13 +17,13 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
 from meshwright.request import request_for
+from meshwright.search.context import SearchContext
 from meshwright.search.joint.dimensions import dimensions, points, sparing
 from meshwright.search.joint.pareto import stage_front
 from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.configurations import outers
 from meshwright.search.pipeline.stages import Staged, staged, stages
 from meshwright.search.planner import Planner
-from meshwright.search.scene import Scene
 from tests.search.planned import GPU, built
 
 DEEP = "deep mlp"
@@ -41,8 +41,8 @@ def planner(model: str, memory: float, machine: Cluster) -> Planner:
     folds = folded(captured.graph, captured.folding)
     request = request_for(machine, memory)
     assert request is not None
-    scene = Scene(folds.graph, factors_of(folds.graph), machine.mesh)
-    return Planner(scene, folds, {}, request)
+    context = SearchContext(folds.graph, factors_of(folds.graph), machine.mesh)
+    return Planner(context, folds, {}, request)
 
 
 @functools.cache
@@ -132,8 +132,8 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
     inside = outer.inside(machine)
     request = request_for(inside, 1e12)
     assert request is not None
-    scene = Scene(folds.graph, factors_of(folds.graph), inside.place(Mesh.of({"ranks": 1})))
-    made = stage_front(Planner(scene, folds, {}, request), outer.ranks)
+    context = SearchContext(folds.graph, factors_of(folds.graph), inside.place(Mesh.of({"ranks": 1})))
+    made = stage_front(Planner(context, folds, {}, request), outer.ranks)
     asked = replace(made.planner.techniques, micro_batches=8, recompute=recompute)
     candidate = made.candidates[0]
     told = staged(made, candidate, made.evaluated(candidate, asked), outer, machine)

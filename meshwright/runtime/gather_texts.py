@@ -13,7 +13,7 @@ from meshwright.runtime.communicator import Communicator, ProcessGroups
 T = TypeVar("T")
 
 
-def told_by_all(comm: Communicator, device: torch.device, word: T) -> list[T]:
+def gather_texts(comm: Communicator, device: torch.device, word: T) -> list[T]:
     """Everybody's word (plain data), by rank. Collective."""
     axes = [axis.name for axis in comm.mesh.axes]
     if comm.mesh.size == 1:

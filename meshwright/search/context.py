@@ -25,13 +25,13 @@ from meshwright.ops.strategy import (
     through_ports,
     ways,
 )
-from meshwright.search.option_tables import Board
+from meshwright.search.option_tables import OptionTables
 
 Assignment = dict[str, Strategy]
 
 
 @dataclass(frozen=True)
-class Scene:
+class SearchContext:
     """The context that every search shares: the graph, its factors and the mesh."""
 
     graph: Graph
@@ -43,9 +43,9 @@ class Scene:
         return self.factors.sites[name]
 
     @functools.cached_property
-    def board(self) -> Board:
+    def option_tables(self) -> OptionTables:
         """The graph in numbers."""
-        return Board(self.graph, self.factors, self.mesh)
+        return OptionTables(self.graph, self.factors, self.mesh)
 
     @functools.cached_property
     def _normal(self) -> dict[int, tuple[TensorLayout, TensorLayout]]:
@@ -75,15 +75,15 @@ class Scene:
         return normalize(only_axes(layout.forward, (axis,)), self.mesh)
 
 
-def options(scene: Scene, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
+def options(context: SearchContext, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:
     """List the options of a node on an axis, given its strategy on other axes; single-axis strategies, replicated
     first."""
     yield UNSHARDED
-    site, taken = scene.site(node.name), dict(fixed.splits)
+    site, taken = context.site(node.name), dict(fixed.splits)
     for letter in splittable(site):
         tree = site.trees[letter]
         for unit in ways(site, letter):
-            if fits(taken.get(letter, tree), unit, scene.mesh, axis):
+            if fits(taken.get(letter, tree), unit, context.mesh, axis):
                 yield Strategy(((letter, split_unit(tree, unit, axis)),))
     for ports in through_ports(site):
         yield Strategy(through=((axis, ports),))
