@@ -16,6 +16,7 @@ from meshwright.capture import Captured
 from meshwright.core.graph import Graph, parse
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import WorldRank
 from meshwright.errors import RunError
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
@@ -80,10 +81,10 @@ def prepare(comm: Communicator, parts: Partition) -> None:
         return
     everybody, meshes = frozenset(a.name for a in comm.mesh.axes), meshes_of(parts.asked)
     if not parts.own:
-        comm.prepare([*axis_sets(parts, parts.local(meshes.within(comm.rank))), everybody])
+        comm.prepare([*axis_sets(parts, parts.local(meshes.within(WorldRank(comm.rank)))), everybody])
         return
     comm.prepare([everybody])
-    for place, mesh in enumerate(meshes.own):
+    for place, mesh in zip(meshes.every_place, meshes.own, strict=True):
         theirs = parts.of_place(place)
         comm.part(meshes.ranks_at(place), mesh).prepare(axis_sets(theirs, theirs.local(0)))
 

@@ -15,6 +15,7 @@ from meshwright.cli.common import (
     PlanArgument,
     SequenceOption,
 )
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def _with_model(
     machines = () if machine is None else (machine,)
     if machine is not None and loaded.stages:  # operators are priced on the ranks that share a stage
         parts, machines = in_one(captured, loaded, machine)
-    prices = [program_price(parts.of_place(n), there, states) for n, there in enumerate(machines)]
+    prices = [
+        program_price(parts.of_place(PipelineRank(n)), there, states) for n, there in enumerate(machines)
+    ]
     found = choices(loaded, names, parts, prices)
 
     def others(c: Choice) -> tuple[Alternative, ...]:

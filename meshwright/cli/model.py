@@ -62,7 +62,9 @@ def _priced(plan: Plan, cluster: Cluster) -> Plan:
     if not plan.own:
         return replace(plan, mesh=on_cluster(plan.mesh, cluster), prices=cluster.prices)
     world = meshes_of(plan)
-    own = [_priced(one, part_of(cluster, world, place)) for place, one in enumerate(plan.own)]
+    own = [
+        _priced(one, part_of(cluster, world, p)) for p, one in zip(world.every_place, plan.own, strict=True)
+    ]
     shared = {
         "meshes": tuple(one.mesh for one in own),
         "prices": cluster.prices,
@@ -79,7 +81,7 @@ def in_one(captured: Captured, plan: Plan, cluster: Cluster) -> tuple[Partition,
         inside = within_stage(cluster, taken_of(cluster, world))
         return cut(captured, replace(plan, **alone), inside), (inside,)
     check_size(plan, cluster)
-    clusters = tuple(part_of(cluster, world, place) for place in range(world.places))
+    clusters = tuple(part_of(cluster, world, place) for place in world.every_place)
     each = tuple(
         cut(captured, replace(one, meshes=(), **alone), inside)
         for one, inside in zip(plan.own, clusters, strict=True)

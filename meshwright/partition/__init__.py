@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from meshwright.core.graph import RESHARD, START, TO_DEVICE, TO_HOST, Graph, Node
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.errors import LayoutError
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import full_batch_readers
@@ -56,7 +57,7 @@ class Partition:
     again: Mapping[str, Askers] = field(default_factory=dict)
     own: tuple[Partition, ...] = ()
 
-    def of_place(self, place: int) -> Partition:
+    def of_place(self, place: PipelineRank) -> Partition:
         """Return the partition of the ranks at a place of a pipeline."""
         return self.own[place] if self.own else self
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 
@@ -49,7 +50,7 @@ class Schedule:
     says whether it can run."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[PipelineRank, ...]
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
 
@@ -58,7 +59,12 @@ class Schedule:
         """The number of stages of the model."""
         return len(self.ranks)
 
-    def held_by(self, rank: int) -> tuple[int, ...]:
+    @property
+    def every_rank(self) -> tuple[PipelineRank, ...]:
+        """The ranks of the pipeline, in order."""
+        return tuple(map(PipelineRank, range(len(self.actions))))
+
+    def held_by(self, rank: PipelineRank) -> tuple[int, ...]:
         """The stages of a rank."""
         return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
 
@@ -67,7 +73,7 @@ class Schedule:
         """True for training, False for a forward-only schedule."""
         return any(a.kind in (BACKWARD, BACKWARD_INPUT) for actions in self.actions for a in actions)
 
-    def splits_backward(self, place: int) -> bool:
+    def splits_backward(self, place: PipelineRank) -> bool:
         """True if a rank of the pipeline runs the two halves of backward apart."""
         return any(a.kind == BACKWARD_WEIGHT for a in self.actions[place])
 
@@ -139,7 +145,12 @@ def parse(text: str) -> Schedule:
             )
         words = re.findall(r"[^,(]+(?:\([^)]*\))?", found[2])
         lists.append(tuple(_action(word.strip(), f"{name}, rank {number}") for word in words))
-    held = {a.stage: rank for rank, actions in enumerate(lists) for a in actions if a.kind in COMPUTE}
+    held = {
+        a.stage: PipelineRank(rank)
+        for rank, actions in enumerate(lists)
+        for a in actions
+        if a.kind in COMPUTE
+    }
     if len(lists) != ranks or sorted(held) != list(range(stages)):
         raise PlanError(
             f"the schedule {name} is not whole",

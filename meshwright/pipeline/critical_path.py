@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWARD, Action, Schedule
 from meshwright.pipeline.schedules import make
 
@@ -60,10 +61,10 @@ def shares_of(seconds: np.ndarray) -> tuple[int, int, int]:
 
 def chains(schedule: Schedule) -> np.ndarray:
     """The chains of a schedule with backward: float64[chains, stages, 3]."""
-    return np.stack([chain for place in range(len(schedule.actions)) for chain in _of(schedule, place)])
+    return np.stack([chain for place in schedule.every_rank for chain in _of(schedule, place)])
 
 
-def _of(schedule: Schedule, place: int) -> list[np.ndarray]:
+def _of(schedule: Schedule, place: PipelineRank) -> list[np.ndarray]:
     listed = [a for a in schedule.actions[place] if a.kind in COMPUTE]
     halves = schedule.splits_backward(place)
     backs = [n for n, a in enumerate(listed) if a.kind in BACK]

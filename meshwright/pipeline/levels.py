@@ -7,10 +7,12 @@ of a node leave a rank of each to every network card.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.core.mesh import Axis, Mesh, prime_factors
+from meshwright.core.rank_numbers import PipelineRank, StageRank
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Level
 from meshwright.errors import PlanError
@@ -96,8 +98,8 @@ def link_of(cluster: Cluster, world: Meshes) -> Level:
     check_all(cluster, world)
     outermost, unit = len(cluster.levels) - 1, 1
     for number in range(len(cluster.levels) - 1, -1, -1):
-        for place in range(world.places - 1):
-            first, last = world.at(place, 0), world.at(place + 1, world.own[place + 1].size - 1)
+        for one, other in itertools.pairwise(world.every_place):
+            first, last = world.at(one, StageRank(0)), world.at(other, StageRank(world.own[other].size - 1))
             if first // unit != last // unit:
                 outermost = number
         unit *= cluster.levels[number].size
@@ -122,11 +124,11 @@ def check_all(cluster: Cluster, world: Meshes) -> None:
         )
 
 
-def part_of(cluster: Cluster, world: Meshes, place: int) -> Cluster:
+def part_of(cluster: Cluster, world: Meshes, place: PipelineRank) -> Cluster:
     """Return the part of a cluster on which a place of a pipeline has its own mesh: complete units of some levels, or
     some ranks of one. Raises PlanError for other sets of ranks."""
     check_all(cluster, world)
-    first, count = world.at(place, 0), world.own[place].size
+    first, count = world.at(place, StageRank(0)), world.own[place].size
     sizes, unit, left = list[int](), 1, count
     for level in reversed(cluster.levels):
         inside = first % (unit * level.size) // unit

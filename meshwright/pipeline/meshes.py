@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank, StageRank, WorldRank
 from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError, PlanError
 from meshwright.pipeline.actions import is_own, parse
@@ -38,7 +39,12 @@ class Meshes:
         """How many ranks follow one another."""
         return len(self.own) or self.world.count(self.axes)
 
-    def mesh_at(self, place: int) -> Mesh:
+    @property
+    def every_place(self) -> tuple[PipelineRank, ...]:
+        """The places, in the order of the pipeline."""
+        return tuple(map(PipelineRank, range(self.places)))
+
+    def mesh_at(self, place: PipelineRank) -> Mesh:
         """The mesh of the ranks at a place of the pipeline."""
         return self.own[place] if self.own else self.stage
 
@@ -47,33 +53,33 @@ class Meshes:
         """Where the ranks of each place begin, and where the last ones end."""
         return tuple(itertools.accumulate((mesh.size for mesh in self.own), initial=0))
 
-    def place(self, rank: int) -> int:
+    def place(self, rank: WorldRank) -> PipelineRank:
         """Where in the pipeline a rank of the world is."""
         if self.own:
-            return bisect.bisect_right(self._edges, rank) - 1
+            return PipelineRank(bisect.bisect_right(self._edges, rank) - 1)
         at, place = self.world.coordinate(rank), 0
         for axis in self.axes:
             place = place * self.world.sizes[axis] + at[axis]
-        return place
+        return PipelineRank(place)
 
-    def within(self, rank: int) -> int:
+    def within(self, rank: WorldRank) -> StageRank:
         """Its number among those that share its stages."""
         if self.own:
-            return rank - self._edges[self.place(rank)]
-        return self.stage.rank(self.world.coordinate(rank))
+            return StageRank(rank - self._edges[self.place(rank)])
+        return StageRank(self.stage.rank(self.world.coordinate(rank)))
 
-    def at(self, place: int, within: int) -> int:
+    def at(self, place: PipelineRank, within: StageRank) -> WorldRank:
         """The rank of the world at a place of the pipeline, with such a number among those that share its stages."""
         if self.own:
-            return self._edges[place] + within
-        where = dict(self.stage.coordinate(within))
+            return WorldRank(self._edges[place] + within)
+        left, where = int(place), self.stage.coordinate(within)
         for axis in reversed(self.axes):
-            place, where[axis] = divmod(place, self.world.sizes[axis])
-        return self.world.rank(where)
+            left, where[axis] = divmod(left, self.world.sizes[axis])
+        return WorldRank(self.world.rank(where))
 
-    def ranks_at(self, place: int) -> tuple[int, ...]:
+    def ranks_at(self, place: PipelineRank) -> tuple[WorldRank, ...]:
         """The ranks of the world at a place, by their numbers there."""
-        return tuple(self.at(place, within) for within in range(self.mesh_at(place).size))
+        return tuple(self.at(place, StageRank(n)) for n in range(self.mesh_at(place).size))
 
 
 def meshes_of(plan: Plan) -> Meshes:

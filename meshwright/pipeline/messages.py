@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition.stages import Stage
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWARD, Action, Schedule
 
@@ -37,7 +38,9 @@ class Messages:
             for reader in later
         ]
         away = [e for e in edges if schedule.ranks[e[1]] != schedule.ranks[e[2]]]
-        self._peers: dict[int, set[int]] = {}  # rank → those that it exchanges messages with
+        self._peers: dict[
+            PipelineRank, set[PipelineRank]
+        ] = {}  # rank → those that it exchanges messages with
         for _, maker, reader in away:
             one, other = schedule.ranks[maker], schedule.ranks[reader]
             self._peers.setdefault(one, set()).add(other)
@@ -69,11 +72,11 @@ class Messages:
             return [Message(*edge, m, True) for edge in self._gradients_out[s]]
         return []
 
-    def compute(self, place: int) -> list[Action]:
+    def compute(self, place: PipelineRank) -> list[Action]:
         """List the actions that a rank computes, in order."""
         return [a for a in self.schedule.actions[place] if a.kind in COMPUTE]
 
-    def listed(self, place: int) -> list[Action]:
+    def listed(self, place: PipelineRank) -> list[Action]:
         """A rank's list with its messages: each receive before the action ahead of the one that needs it, each send
         after the one that made it."""
         found: list[Action] = []
@@ -89,7 +92,7 @@ class Messages:
                     found.append(Action(kind, before.stage, before.micro_batch))
         return found
 
-    def acknowledged(self, place: int) -> dict[Action, list[Message]]:
+    def acknowledged(self, place: PipelineRank) -> dict[Action, list[Message]]:
         """Action of a rank → its messages that have been read when what the action needs has arrived."""
         ranks, found = self.schedule.ranks, dict[Action, list[Message]]()
         users = {m: action for action in self.compute(place) for m in self.needed(action)}

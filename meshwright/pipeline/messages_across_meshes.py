@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.core.graph import DTYPES
 from meshwright.core.layout import TensorLayout
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.activation_offload import sliced
 from meshwright.partition.interleave import original
@@ -24,7 +25,7 @@ class Routes:
     where a program has several."""
 
     every: Partition
-    places: Sequence[int]
+    places: Sequence[PipelineRank]
     copy_of: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, message: Message) -> Route | None:
@@ -45,13 +46,13 @@ class Routes:
         value = original(message.value, self.copy_of.get(message.value, 0))
         return DTYPES[self.every.resharded.graph.types[value].dtype]
 
-    def _laid(self, message: Message, place: int) -> Laid:
+    def _laid(self, message: Message, place: PipelineRank) -> Laid:
         parts, copy = self.every.of_place(place), self.copy_of.get(message.value, 0)
         layout = parts.resharded.layouts[original(message.value, copy)]
         number = message.micro_batch * parts.copies + copy
         return Laid(TensorLayout(layout.dims), parts.plan.mesh, number)
 
-    def updated(self, name: str, place: int) -> Laid:
+    def updated(self, name: str, place: PipelineRank) -> Laid:
         """How the ranks of a place hold the gradient of a parameter, when it is there."""
         parts = self.every.of_place(place)
         entry = next(i for i in parts.resharded.graph.inputs if i.name == name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import Techniques
 from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
@@ -35,9 +36,9 @@ def schedule_of(plan: Plan) -> Schedule:
     return schedule_for(plan.techniques, meshes_of(plan).places)
 
 
-def place_of(plan: Plan, name: str) -> int:
+def place_of(plan: Plan, name: str) -> PipelineRank:
     """The place in a pipeline that runs an operator, where places have meshes of their own; else 0."""
-    return schedule_of(plan).ranks[plan.stages.get(name, 0)] if plan.own else 0
+    return schedule_of(plan).ranks[plan.stages.get(name, 0)] if plan.own else PipelineRank(0)
 
 
 def plan_of(plan: Plan, name: str) -> Plan:
@@ -103,12 +104,12 @@ def in_flight(techniques: Techniques, places: int) -> tuple[float, ...]:
     return tuple(peak * places / schedule.stages for peak in play(schedule).peaks)
 
 
-def holders(parts: Partition, schedule: Schedule) -> dict[str, tuple[int, ...]]:
+def holders(parts: Partition, schedule: Schedule) -> dict[str, tuple[PipelineRank, ...]]:
     """Input of the program → the places in the pipeline that have it: those whose stages read it. What the sums before
     the first forward are made from is everywhere; what nobody reads is at the first place, so that a checkpoint has it.
     """
     graph = parts.resharded.graph
-    found: dict[str, set[int]] = {entry.name: set() for entry in graph.inputs}
+    found: dict[str, set[PipelineRank]] = {entry.name: set() for entry in graph.inputs}
     for number, stage in enumerate(parts.stages(graph)):
         for name in stage.reads:
             found[name].add(schedule.ranks[number])
@@ -117,7 +118,7 @@ def holders(parts: Partition, schedule: Schedule) -> dict[str, tuple[int, ...]]:
         if early.issuperset(node.values):
             for use in found.keys() & node.uses:
                 found[use].update(schedule.ranks)
-    return {name: tuple(sorted(places)) or (0,) for name, places in found.items()}
+    return {name: tuple(sorted(places)) or (PipelineRank(0),) for name, places in found.items()}
 
 
 __all__ = ["forward_only", "holders", "in_flight", "place_of", "plan_of", "schedule_for", "schedule_of"]

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.type_guards import is_whole
 from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
@@ -50,7 +51,12 @@ def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule
             + ("another schedule" if kind.most != 1 else 'schedule="interleaved", for several stages a rank'),
         )
     placed = kind.placed(ranks, chunks)
-    return Schedule(name, placed, micro_batches, kind.lists(ranks, micro_batches, chunks, placed))
+    return Schedule(
+        name,
+        tuple(map(PipelineRank, placed)),
+        micro_batches,
+        kind.lists(ranks, micro_batches, chunks, placed),
+    )
 
 
 @dataclass(frozen=True)

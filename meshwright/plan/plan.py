@@ -15,6 +15,7 @@ from meshwright.core.folding import Fold, matching_names
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import NONE, TURNS, Techniques
 from meshwright.core.type_guards import is_mapping
 from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
@@ -188,7 +189,7 @@ class Plan:
         """The mesh of all ranks for a reader, or those of the places that have meshes of their own."""
         return " / ".join(map(str, self.meshes)) or str(self.ranks)
 
-    def of_place(self, place: int) -> Plan:
+    def of_place(self, place: PipelineRank) -> Plan:
         """The plan that the ranks at a place of a pipeline run."""
         return self.own[place] if self.own else self
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time
 from meshwright.partition.stages import Stage
@@ -43,8 +44,9 @@ def bytes_of(
         others = _beside(there, schedule, cuts[place], s)
         graph = cuts[place][s].segment.graph
         memory.append(stage_memory(there, rank, graph, optimizer, device, apart, others, staged))
-    peaks = (peak_of(Messages(cut, schedule), place, memory) for place, cut in enumerate(cuts))
-    return tuple(peaks), tuple(hosted_of(schedule, place, memory) for place in range(len(cuts)))
+    places = tuple(map(PipelineRank, range(len(cuts))))
+    peaks = tuple(peak_of(Messages(cuts[place], schedule), place, memory) for place in places)
+    return peaks, tuple(hosted_of(schedule, place, memory) for place in places)
 
 
 def _beside(parts: Partition, schedule: Schedule, cut: Sequence[Stage], stage: int) -> Beside:
@@ -80,7 +82,7 @@ def _named(stage: Stage, trained: bool = False) -> frozenset[str]:
     return frozenset(i.name for i in inputs if i.role not in ("batch", "boundary"))
 
 
-def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> int:
+def peak_of(messages: Messages, place: PipelineRank, memory: Sequence[StageMemory]) -> int:
     """Return the peak bytes on a rank, along its list.
 
     They include messages that arrived early, and sent ones without an acknowledgement.
@@ -128,7 +130,7 @@ def peak_of(messages: Messages, place: int, memory: Sequence[StageMemory]) -> in
     )
 
 
-def hosted_of(schedule: Schedule, place: int, memory: Sequence[StageMemory]) -> int:
+def hosted_of(schedule: Schedule, place: PipelineRank, memory: Sequence[StageMemory]) -> int:
     """Return the peak bytes of a rank in host memory."""
     live = most = sum(memory[s].host_fixed for s in schedule.held_by(place))
     for action in schedule.actions[place]:
@@ -146,7 +148,7 @@ class _Turns:
     `gradients` are the bytes that stay, by stage; with delayed weight gradients, all from the first half on.
     """
 
-    def __init__(self, messages: Messages, place: int, memory: Sequence[StageMemory]) -> None:
+    def __init__(self, messages: Messages, place: PipelineRank, memory: Sequence[StageMemory]) -> None:
         self.memory = memory
         self.gradients: dict[int, int] = {}
         ends = (a for a in messages.listed(place) if a.kind in (BACKWARD, BACKWARD_INPUT))

@@ -75,10 +75,10 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
         for s, place in enumerate(schedule.ranks)
     )
     held = holders(parts, schedule)
-    mine = [frozenset(n for n, places in held.items() if p in places) for p in range(meshes.places)]
+    mine = [frozenset(n for n, places in held.items() if p in places) for p in meshes.every_place]
     updates = [
         update_seconds_of(parts.of_place(place), cluster, optimizer_states, names)
-        for place, names in enumerate(mine)
+        for place, names in zip(meshes.every_place, mine, strict=True)
     ]
     received = tuple(_received(cuts[place].together[s]) for s, place in enumerate(schedule.ranks))
     link = link_of(cluster, meshes)
@@ -91,7 +91,7 @@ def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Pr
         tuple(updates),
         max(
             prologue_seconds(parts.of_place(place), cluster, cut.programs.rounds)
-            for place, cut in enumerate(cuts)
+            for place, cut in zip(meshes.every_place, cuts, strict=True)
         ),
         *_bytes(parts, cluster.device_type, optimizer_states, None),
     )

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from meshwright.core.layout import TensorLayout, dim_axes
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.ops.strategy import Strategy
 from meshwright.pipeline.of_plan import place_of, plan_of
 from meshwright.plan.plan import Plan
@@ -104,7 +105,7 @@ def _by_place(a: Plan, b: Plan, changes: Callable[[Plan, Plan], Iterable[Change]
 
     A plan does not know which inputs a place reads, so it lists all.
     """
-    places = range(min((len(p.own) for p in (a, b) if p.own), default=1))
+    places = tuple(map(PipelineRank, range(min((len(p.own) for p in (a, b) if p.own), default=1))))
     found: dict[Change, list[int]] = {}
     for place in places:
         for change in changes(*(_there(p, place, (a, b)) for p in (a, b))):
@@ -117,7 +118,7 @@ def _by_place(a: Plan, b: Plan, changes: Callable[[Plan, Plan], Iterable[Change]
     )
 
 
-def _there(plan: Plan, place: int, both: tuple[Plan, Plan]) -> Plan:
+def _there(plan: Plan, place: PipelineRank, both: tuple[Plan, Plan]) -> Plan:
     """Return the plan of a place, without results of operators that run elsewhere."""
     own = [p for p in both if p.own]
     if not own:

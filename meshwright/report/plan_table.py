@@ -21,6 +21,7 @@ from rich.text import Text
 from meshwright.core.graph import DTYPES, MOVES, PIN, RESHARD, ROLES, TO_HOST, TRANSFERS, Node
 from meshwright.core.layout import TensorLayout, dim_axes, normalize, without_axes
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.collectives import Collective, sent_bytes, step_collectives
 from meshwright.partition.gradients import pending_gradients
@@ -372,7 +373,7 @@ def plan_view(parts: Partition, *, every: bool = False) -> Group:
     sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.asked.notes)]
     tables: list[FittedTable | Text] = []
     for place, one in enumerate(parts.own):
-        only = run_at(one, place)
+        only = run_at(one, PipelineRank(place))
         tables += [
             Text(f"rank {place} of the pipeline, mesh {one.ranks}"),
             plan_table(one, every=every, only=only),

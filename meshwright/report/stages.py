@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.core.graph import DTYPES, MOVES
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.pipeline.actions import Schedule
 from meshwright.pipeline.draw import draw
@@ -76,7 +77,7 @@ def drawing(plan: Plan, width: int = WIDTH) -> str:
     return draw(claimed(plan), width)
 
 
-def run_at(parts: Partition, place: int) -> frozenset[str]:
+def run_at(parts: Partition, place: PipelineRank) -> frozenset[str]:
     """Return the nodes that the ranks at a place of the pipeline run, and the inputs they read."""
     ranks, found = schedule_of(parts.asked).ranks, set[str]()
     for at, stage in zip(ranks, parts.stages(parts.resharded.graph), strict=True):
@@ -92,7 +93,7 @@ def most_parameters(parts: Partition) -> int:
     entries = parts.resharded.graph.input_of("parameter")
     return max(
         sum(_bytes(parts.of_place(place), i.name) for i in entries if place in held[i.name])
-        for place in range(len(schedule.actions))
+        for place in schedule.every_rank
     )
 
 

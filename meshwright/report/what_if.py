@@ -21,6 +21,7 @@ from meshwright.core.layout import (
     without_axes,
 )
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import techniques_from, techniques_of_plan
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
@@ -164,7 +165,7 @@ def changed_in_stages(
             one.unfolded(graph), stages={}, world=None, meshes=(), techniques=in_one_stage(one.techniques)
         )
         cluster = request.cluster if request is not None else None
-        on = part_of(cluster, world, place) if cluster is not None and plan.own else cluster
+        on = part_of(cluster, world, PipelineRank(place)) if cluster is not None and plan.own else cluster
         made, remark = changed(alone, graph, factors, inside, on)
         found.append(replace(made, notes=()))
         remarks[remark] = None

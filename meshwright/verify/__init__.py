@@ -20,6 +20,7 @@ from meshwright.capture import Captured, widen, widened_eager
 from meshwright.capture.pytree import map_leaves
 from meshwright.compile import Loss, captured_of, default_loss, lower, plan_captured, values_of
 from meshwright.core.graph import Graph
+from meshwright.core.rank_numbers import WorldRank
 from meshwright.core.techniques import Options, asked_beside
 from meshwright.errors import RunError
 from meshwright.input_checks import plan_from
@@ -267,10 +268,10 @@ class _Comparison:
         for number, value in enumerate(values):
             if value is None:
                 continue
-            parts = self.parts.of_place(meshes.place(number))
+            parts = self.parts.of_place(meshes.place(WorldRank(number)))
             states = parts.plan.states if updated else {}
             layout = states.get(name) or parts.resharded.layouts[name]
-            part = take(expected, layout, parts.plan.mesh, meshes.within(number))
+            part = take(expected, layout, parts.plan.mesh, meshes.within(WorldRank(number)))
             errors.append(relative_error(value, part, expected, max(1e-3, self.noise.get(what, 0.0))))
         self.differences.append(Difference(what, max(errors)))
 

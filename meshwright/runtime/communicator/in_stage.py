@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.core.layout import TensorLayout
+from meshwright.core.rank_numbers import PipelineRank, StageRank, WorldRank
 from meshwright.pipeline.meshes import Meshes
 from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
@@ -31,31 +32,34 @@ class InStage(Base):
 
     def __init__(self, whole: Communicator, meshes: Meshes) -> None:
         self.whole, self.meshes = whole, meshes
-        self.place, self.places = meshes.place(whole.rank), meshes.places
-        self.mesh, self.rank = meshes.mesh_at(self.place), meshes.within(whole.rank)
+        me = WorldRank(whole.rank)
+        self.place, self.places = meshes.place(me), meshes.places
+        self.mesh, self.rank = meshes.mesh_at(self.place), meshes.within(me)
         self.collectives = whole.part(meshes.ranks_at(self.place), self.mesh) if meshes.own else whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.collectives, name)
 
-    def send_to(self, x: torch.Tensor, place: int, tag: int, route: Route | None = None) -> Work:
+    def send_to(self, x: torch.Tensor, place: PipelineRank, tag: int, route: Route | None = None) -> Work:
         """Start a message to the rank of another place that has this one's number within its stages, or by a route."""
         if not self.meshes.own:
-            return self.whole.send_start(x, self.meshes.at(place, self.rank), tag)
+            return self.whole.send_start(x, self.meshes.at(place, StageRank(self.rank)), tag)
         route = route or self._route(x, self.place, place)
         return self._spread(x, place, tag, _leaving(route.there, route.first, self.rank))
 
-    def receive_from(self, into: torch.Tensor, place: int, tag: int, route: Route | None = None) -> Work:
+    def receive_from(
+        self, into: torch.Tensor, place: PipelineRank, tag: int, route: Route | None = None
+    ) -> Work:
         """Start to receive one from there."""
         if not self.meshes.own:
-            return self.whole.receive_start(into, self.meshes.at(place, self.rank), tag)
+            return self.whole.receive_start(into, self.meshes.at(place, StageRank(self.rank)), tag)
         route = route or self._route(into, place, self.place)
         if route.parts is not None:
             return self._receive_parts(into, place, tag, route.there, route.parts, route.here)
         return self._collect(into, place, tag, _arriving(route.there, route.here, self.rank))
 
     def _receive_parts(
-        self, into: torch.Tensor, place: int, tag: int, there: Laid, parts: Laid, here: Laid
+        self, into: torch.Tensor, place: PipelineRank, tag: int, there: Laid, parts: Laid, here: Laid
     ) -> Work:
         """Start to receive a part, and those that the other ranks of this place receive: who waits for it passes its
         part on to them."""
@@ -80,28 +84,34 @@ class InStage(Base):
 
         return Later(put)
 
-    def _spread(self, x: torch.Tensor, place: int, tag: int, pieces: Sequence[tuple[int, Picker]]) -> Work:
+    def _spread(
+        self, x: torch.Tensor, place: PipelineRank, tag: int, pieces: Sequence[tuple[int, Picker]]
+    ) -> Work:
         """Start to send pieces of a tensor to ranks of a place."""
         return _All(
             [
-                self.whole.send_start(picker.take(x), self.meshes.at(place, receiver), tag)
+                self.whole.send_start(picker.take(x), self.meshes.at(place, StageRank(receiver)), tag)
                 for receiver, picker in pieces
             ],
             x,
         )
 
     def _collect(
-        self, into: torch.Tensor, place: int, tag: int, pieces: Sequence[tuple[int, Picker]]
+        self, into: torch.Tensor, place: PipelineRank, tag: int, pieces: Sequence[tuple[int, Picker]]
     ) -> Work:
         """Start to receive pieces of a tensor from ranks of a place."""
         if len(pieces) == 1 and not pieces[0][1].cuts:
-            return self.whole.receive_start(into, self.meshes.at(place, pieces[0][0]), tag)
+            return self.whole.receive_start(into, self.meshes.at(place, StageRank(pieces[0][0])), tag)
         works: list[tuple[torch.Tensor | None, Picker, Work]] = []
         for sender, picker in pieces:
             inside = picker.taken_in_place(into)
             buffer = into.new_empty(picker.shape) if inside is None else inside
             works.append(
-                (inside, picker, self.whole.receive_start(buffer, self.meshes.at(place, sender), tag))
+                (
+                    inside,
+                    picker,
+                    self.whole.receive_start(buffer, self.meshes.at(place, StageRank(sender)), tag),
+                )
             )
 
         def put() -> torch.Tensor:
@@ -113,19 +123,23 @@ class InStage(Base):
 
         return Later(put)
 
-    def _route(self, x: torch.Tensor, source: int, to: int) -> Route:
+    def _route(self, x: torch.Tensor, source: PipelineRank, to: PipelineRank) -> Route:
         layout = TensorLayout.replicated(tuple(x.shape))
         return Route(Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to)))
 
     def from_first(
-        self, x: torch.Tensor | None, empty: Callable[[], torch.Tensor], holders: Sequence[int], tag: int
+        self,
+        x: torch.Tensor | None,
+        empty: Callable[[], torch.Tensor],
+        holders: Sequence[PipelineRank],
+        tag: int,
     ) -> torch.Tensor:
         """A value on all places: those that lack it get that of the first of its holders into an `empty` tensor. All
         call it."""
         if self.place not in holders:
             return self.receive_from(empty(), holders[0], tag).wait()
         assert x is not None
-        lacking = [p for p in range(self.places) if p not in holders] if self.place == holders[0] else []
+        lacking = [p for p in self.meshes.every_place if p not in holders] if self.place == holders[0] else []
         for work in [self.send_to(x, p, tag) for p in lacking]:
             work.wait()
         return x
@@ -133,14 +147,14 @@ class InStage(Base):
     def sum_over(
         self,
         x: torch.Tensor,
-        places: Sequence[int],
+        places: Sequence[PipelineRank],
         tag: int,
-        laid: Callable[[int], Laid] | None = None,
+        laid: Callable[[PipelineRank], Laid] | None = None,
     ) -> torch.Tensor:
         """The sum over some places, this one among them: a new tensor, of the same bits on all of them. `laid`: how the
         ranks of each hold it, where they have meshes of their own."""
 
-        def route(source: int, to: int) -> Route | None:
+        def route(source: PipelineRank, to: PipelineRank) -> Route | None:
             return None if laid is None else Route(laid(source), laid(to))
 
         others, mine = [p for p in places if p != self.place], self.place

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError
 from meshwright.pipeline.actions import is_own, parse
@@ -77,7 +78,7 @@ def plan_on_own_meshes(wanted: Wanted, given: Sequence[Mesh | int | Mapping[str,
         if request is not None:
             share = world.world.size / mesh.size  # the search sees the full model on the ranks of one place
             limit = None if request.memory_bytes is None else share * request.memory_bytes
-            cluster = part_of(request.cluster, world, place)
+            cluster = part_of(request.cluster, world, PipelineRank(place))
             held = max(in_flight(techniques, world.places))
             inside = replace(
                 request,
