@@ -40,7 +40,7 @@ def clip_by_global_norm(
     if stages is not None:
         pipe, tag = stages
         mine = torch.zeros((), device=device) if total is None else total
-        total = pipe.comm.sum_over(mine.double(), range(pipe.comm.places), tag).to(mine.dtype)
+        total = pipe.comm.sum_over(mine.double(), pipe.meshes.every_place, tag).to(mine.dtype)
     if total is None:
         return torch.zeros(())
     norm = total.sqrt()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from meshwright.core.graph import Graph
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
@@ -27,7 +28,8 @@ class Pipeline:
     def __init__(self, parts: Partition, comm: Communicator, *, training: bool = True) -> None:
         """Without `training` the schedule goes forward alone."""
         self.meshes = meshes_of(parts.asked)
-        self.comm = InStage(comm, self.meshes)
+        # What is not its own is forwarded to the communicator inside.
+        self.comm = InStage(comm, self.meshes)  # pyright: ignore[reportAbstractUsage]
         self.parts = parts.of_place(self.comm.place)
         whole = schedule_of(parts.asked)
         self.schedule = whole if training else forward_only(whole)
@@ -75,19 +77,19 @@ class Pipeline:
         """Whether this rank is the first of those that have an input: what counts once is counted there."""
         return self.comm.place == self.holders[name][0]
 
-    def place_of(self, stage: int) -> int:
+    def place_of(self, stage: int) -> PipelineRank:
         """Where in the pipeline a stage is."""
         return self.schedule.ranks[stage]
 
-    def maker(self, value: str) -> int:
+    def maker(self, value: str) -> PipelineRank:
         """The place whose rank makes a result of the step."""
         return next(self.place_of(n) for n, stage in enumerate(self.cut) if value in stage.ends)
 
-    def updated(self, name: str) -> Callable[[int], Laid] | None:
+    def updated(self, name: str) -> Callable[[PipelineRank], Laid] | None:
         """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""
         return functools.partial(self.routes.updated, name) if self.meshes.own else None
 
-    def shared(self, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+    def shared(self, names: Iterable[str]) -> Mapping[str, tuple[PipelineRank, ...]]:
         """Those of some inputs that several places hold."""
         return {n: self.holders[n] for n in names if len(self.holders[n]) > 1}
 

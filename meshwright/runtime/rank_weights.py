@@ -10,6 +10,7 @@ import torch
 
 from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout, dim_axes
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.sharded_update import gathers, update_layout, updates
 from meshwright.runtime.host_update import HostUpdate
@@ -119,7 +120,7 @@ class RankWeights:
         """How the ranks have a parameter or a buffer under the program's plan."""
         trained = entry.role == "parameter" and entry.needs_grad
         updated = self.parts.plan.states.get(entry.name) if trained else None
-        holders = (0,) if self.pipe is None else self.pipe.holders[entry.name]
+        holders = (PipelineRank(0),) if self.pipe is None else self.pipe.holders[entry.name]
         return Kept(entry, self.layouts[entry.name].forward, updated, trained, holders)
 
     def _host_parameters(self) -> HostParameters:

@@ -105,7 +105,7 @@ class StageMessages(Borders):
 
     def _share(self, action: Action) -> None:
         """The loss goes to the ranks that did not make it."""
-        maker, count = self.pipe.maker(self.loss), self.comm.places
+        maker = self.pipe.maker(self.loss)
         tag = self.first_free_tag + self._step % PARITY
         heartbeat.of("the loss")
         if self.comm.place != maker:
@@ -113,7 +113,9 @@ class StageMessages(Borders):
             self._loss_coming = self.comm.receive_from(empty, maker, tag)
             return
         value = self.batch.values[self.loss]
-        self._loss_going = [self.comm.send_to(value, p, tag) for p in range(count) if p != maker]
+        self._loss_going = [
+            self.comm.send_to(value, p, tag) for p in self.pipe.meshes.every_place if p != maker
+        ]
 
     def _end(self, action: Action) -> None:
         if self._loss_coming is not None:

@@ -14,6 +14,7 @@ import torch
 
 from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout
+from meshwright.core.rank_numbers import PipelineRank
 from meshwright.errors import PlanError
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.shard_access import ShardAccess
@@ -28,7 +29,7 @@ class Kept:
     stored: TensorLayout
     updated: TensorLayout | None = None
     trained: bool = False
-    holders: tuple[int, ...] = (0,)
+    holders: tuple[PipelineRank, ...] = (PipelineRank(0),)
 
     @property
     def layout(self) -> TensorLayout:

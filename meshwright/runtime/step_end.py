@@ -122,7 +122,7 @@ class StepEnd:
         axes = comm.mesh.sort(a for a, size in comm.mesh.sizes.items() if size > 1)
         heartbeat.of("a sum over all ranks")
         x = comm.all_reduce(x, axes) if axes else x
-        return x if pipe is None else pipe.comm.sum_over(x, range(pipe.comm.places), self.tag)
+        return x if pipe is None else pipe.comm.sum_over(x, pipe.meshes.every_place, self.tag)
 
 
 __all__ = ["StepEnd"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from meshwright.compile import (
     check_size,
 )
 from meshwright.core.mesh import Mesh
+from meshwright.core.rank_numbers import WorldRank
 from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import RunError, did_you_mean
@@ -107,8 +108,8 @@ class TrainStep(StepState):
         )
 
     @property
-    def module(self) -> torch.fx.GraphModule:
-        """The program as a `torch.fx.GraphModule` on plain tensors."""
+    def module(self) -> Callable[..., Any]:
+        """The program on plain tensors: a `torch.fx.GraphModule`, unless it was compiled in place."""
         return self.local.modules[0]
 
     @property
@@ -259,7 +260,9 @@ class TrainStep(StepState):
         mine = [span.later(-ahead) for span in recorder.spans()]
         every = map(from_text, Meeting().collect(to_text(mine)))
         count = plan.ranks.size
-        places = [meshes_of(plan).place(rank) for rank in range(count)] if plan.stages else [0] * count
+        places = (
+            [meshes_of(plan).place(WorldRank(rank)) for rank in range(count)] if plan.stages else [0] * count
+        )
         return StepTrace(loss, Measured.of(every, places), played, prologue, timeline)
 
 
