@@ -15,12 +15,15 @@ import typer
 from rich.console import Console
 
 from meshwright.cli.arguments import OPTIMIZERS
+from meshwright.core.techniques import TECHNIQUES
 from meshwright.errors import DoesNotFit
 
 BY_STATES = {states: name for name, states in OPTIMIZERS.items()}
-WORDS = re.compile(r"offload=\(([^)]*)\)")
-TEXT = re.compile(r"(recompute)='(\w+)'")
-SINGLE = re.compile(r"(?<![-\w])(micro_batches=\d+|slice_activation=true|recompute=\w+|offload=[\w+]+)")
+NAMED = rf"(?<![-\w])(?<!--with )({'|'.join(TECHNIQUES)})"  # an option that is not typed already
+WORDS = re.compile(rf"{NAMED}=\(([^)]*)\)")
+TEXT = re.compile(rf"{NAMED}='(\w+)'")
+SWITCH = re.compile(rf"{NAMED}=(True|False)\b")
+SINGLE = re.compile(rf"{NAMED}=([\w+]+)")
 
 
 def typed(text: str) -> str:
@@ -31,9 +34,9 @@ def typed(text: str) -> str:
         return f"--optimizer {name}" if name else match[0]
 
     text = re.sub(r"optimizer_states=(\d+)", switch, text)
-    text = WORDS.sub(lambda m: "offload=" + "+".join(re.findall(r"\w+", m[1])), text)
-    text = TEXT.sub(r"\1=\2", text).replace("slice_activation=True", "slice_activation=true")
-    return SINGLE.sub(r"--with \1", text)
+    text = WORDS.sub(lambda m: f"{m[1]}=" + "+".join(re.findall(r"\w+", m[2])), text)
+    text = SWITCH.sub(lambda m: f"{m[1]}={m[2].lower()}", TEXT.sub(r"\1=\2", text))
+    return SINGLE.sub(r"--with \1=\2", text)
 
 
 def as_typed(error: DoesNotFit) -> DoesNotFit:

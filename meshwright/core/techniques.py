@@ -54,7 +54,7 @@ class Technique:
     be, for a line of a list. `of`: the part of a plan that its pass changes, which is made anew when the option
     changes: where parameters are stored, what is kept for backward, or stages. `typed`: how the command line reads it;
     `estimated`: whether ``meshwright estimate --what-if`` takes it; `forward`: whether it has a meaning without
-    backward.
+    backward; `within_stages`: whether a search may choose it for the stages of a pipeline, each by itself.
     """
 
     check: checks.Check
@@ -63,6 +63,7 @@ class Technique:
     typed: Typed = "count"
     estimated: bool = True
     forward: bool = False
+    within_stages: bool = True
 
 
 def _technique(default: Any, check: checks.Check, says: str, **more: Any) -> Any:
@@ -148,9 +149,15 @@ class Techniques:
         estimated=False,
         forward=True,
     )
-    micro_batches: int = _technique(1, checks.count(1, MOST), "pieces of the batch", forward=True)
+    micro_batches: int = _technique(
+        1, checks.count(1, MOST), "pieces of the batch", forward=True, within_stages=False
+    )
     gradient_accumulation_shard: bool = _technique(
-        False, checks.switch, "gradients of micro-batches are added up in shards", estimated=False
+        False,
+        checks.switch,
+        "gradients of micro-batches are added up in shards",
+        estimated=False,
+        within_stages=False,
     )
     recompute: str | float | tuple[tuple[str, str], ...] = _technique(
         "",
@@ -163,9 +170,16 @@ class Techniques:
         True, checks.switch, "false keeps what collectives produced", estimated=False
     )
     slice_activation: bool = _technique(
-        False, checks.switch, "activations are kept sharded", of="keeping", estimated=False
+        False,
+        checks.switch,
+        "activations are kept sharded",
+        of="keeping",
+        estimated=False,
+        within_stages=False,
     )
-    interleave: int = _technique(1, checks.count(1, MOST), "copies of the batch that take turns")
+    interleave: int = _technique(
+        1, checks.count(1, MOST), "copies of the batch that take turns", within_stages=False
+    )
     fusion: str | int | tuple[tuple[str, ...], ...] | tuple[tuple[str, int], ...] = _technique(
         "auto",
         checks.fusion,
@@ -180,6 +194,7 @@ class Techniques:
         of="keeping",
         typed="names",
         forward=True,
+        within_stages=False,
     )
     reduce_dtype: str = _technique(
         "", checks.float_dtype, "in which gradients are added up: f32, bf16, f16, f64"

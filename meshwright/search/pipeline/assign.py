@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.core.graph import STAGE_MARK, Graph, Node
 from meshwright.core.mesh import Mesh
-from meshwright.core.techniques import Techniques, matches_module
+from meshwright.core.techniques import TECHNIQUES, Techniques, matches_module
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.partition import Partition, partition
 from meshwright.pipeline.actions import Schedule, is_own, parse
@@ -140,7 +140,7 @@ def _asked(techniques: Techniques) -> dict[str, Any]:
 
 def in_one_stage(techniques: Techniques) -> Techniques:
     """Return the techniques within each stage, with the choices closed that cannot accompany stages."""
-    closed = {"interleave", "offload", "micro_batches", "gradient_accumulation_shard", "slice_activation"}
+    closed = {name for name, technique in TECHNIQUES.items() if not technique.within_stages}
     return replace(techniques, pipeline=1, schedule="", stages=(), given=techniques.given | closed)
 
 
