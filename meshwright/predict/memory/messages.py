@@ -65,33 +65,30 @@ def own_part(heap: Heap, x: Storage, steps: Sequence[Step], size_bytes: int) -> 
 def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, staged: bool) -> Storage:
     """Return the memory of the result of one step, with one use."""
     before, after = (math.prod(s) * itemsize for s in (plan.shape_before, plan.shape_after))
-    match plan.kind:
-        case "slice":
-            return heap.hold(x)
-        case "mask" if plan.keeps:
-            return heap.hold(x)
-        case "mask" | "pad" | "all_reduce":
-            return heap.new(after)
-        case "reduce_scatter":
+    if plan.kind == "slice" or (plan.kind == "mask" and plan.keeps):
+        return heap.hold(x)
+    kind = plan.collective
+    match kind.chunks, kind.splits:
+        case "own", _:
+            flat, received = heap.new(before), heap.new(after)
+            result = heap.new(after)
+            heap.drop(received)
+            heap.drop(flat)
+            return result
+        case "padded", True:
             message = plan.padded * len(plan.group) * itemsize
             rows = heap.new(message)
             result = scatter(heap, message, len(plan.group), staged).wait()
             heap.drop(rows)
             return result
-        case "all_gather":
+        case "padded", False:
             padded = heap.new(plan.padded * itemsize if plan.short else 0)
             rows = gather(heap, plan.padded * len(plan.group) * itemsize, mesh, plan.axes, staged)
             result = heap.new(after)
             heap.drop(rows)
             heap.drop(padded)
             return result
-        case "all_to_all":
-            flat, received = heap.new(before), heap.new(after)
-            result = heap.new(after)
-            heap.drop(received)
-            heap.drop(flat)
-            return result
-    raise AssertionError(plan.kind)
+    return heap.new(after)
 
 
 @dataclass
@@ -178,13 +175,13 @@ class Crossing:
 
     def _message(self, x: Storage, plan: Exchange) -> Storage:
         heap, size = self.heap, plan.padded * self._rows(plan) * self.itemsize
-        match plan.kind:
-            case "all_gather":
-                return heap.new(size) if plan.short else heap.hold(x)
-            case "reduce_scatter":
-                return heap.new(size)
-            case "all_to_all":
+        match plan.collective.chunks, plan.collective.splits:
+            case "own", _:
                 return heap.new(math.prod(plan.shape_before) * self.itemsize)
+            case "padded", True:
+                return heap.new(size)
+            case "padded", False:
+                return heap.new(size) if plan.short else heap.hold(x)
         return heap.hold(x)
 
     def launch(self) -> None:
@@ -195,20 +192,20 @@ class Crossing:
         elements = sum(p.padded for p in self.sent if p is not None)
         if self._buffer is None:
             self._buffer = self._inside.pop(0)
-            if plan.kind == "all_reduce":
+            if plan.collective.chunks == "all":  # in place, of memory of its own
                 own = heap.new(elements * self.itemsize)
                 heap.drop(self._buffer)
                 self._buffer = own
         members, size = len(plan.group), elements * self.itemsize
-        match plan.kind:
-            case "all_reduce":
-                self._received = heap.hold(self._buffer)
-            case "all_gather":
-                self._received = gather(heap, members * size, self.mesh, plan.axes, self.staged)
-            case "reduce_scatter":
-                self._scattered = scatter(heap, members * size, members, self.staged)
-            case _:
+        match plan.collective.chunks, plan.collective.splits:
+            case "own", _:
                 self._received = heap.new(math.prod(plan.shape_after) * self.itemsize)
+            case "padded", True:
+                self._scattered = scatter(heap, members * size, members, self.staged)
+            case "padded", False:
+                self._received = gather(heap, members * size, self.mesh, plan.axes, self.staged)
+            case _:
+                self._received = heap.hold(self._buffer)
 
     def take(self, index: int) -> Storage:
         """Return a tensor from the flight, with one use. The first call takes all of them out of the buffer."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from meshwright.core.collectives import CollectiveKind
 from meshwright.core.mesh import Mesh
+from meshwright.runtime.communicator.by_record import Methods, with_collectives
 
 
 class Work(Protocol):
@@ -39,33 +41,6 @@ class Later:
     def wait(self) -> torch.Tensor:
         """The result."""
         return self.finish()
-
-
-class Waited:
-    """Collectives of a communicator that can start them: started, and waited for at once."""
-
-    all_gather_start: Callable[..., Work]
-    reduce_scatter_start: Callable[..., Work]
-    all_to_all_start: Callable[..., Work]
-    shift_start: Callable[..., Work]
-
-    def all_gather(self, x_n: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_gather_start(x_n, axes).wait()
-
-    def reduce_scatter(self, x_mn: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.reduce_scatter_start(x_mn, axes).wait()
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
-    ) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.all_to_all_start(x, send, receive, axes).wait()
-
-    def shift(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> torch.Tensor:
-        """See `Communicator`."""
-        return self.shift_start(x, axes, by).wait()
 
 
 class Communicator(Protocol):
@@ -144,3 +119,21 @@ class Communicator(Protocol):
         """Some ranks of the world, this one among them, as a mesh of their own: collectives over its axes. Messages
         stay those of the world."""
         ...
+
+
+if TYPE_CHECKING:
+    Typed = Communicator
+else:  # what a communicator lacks is missing, and no method that returns None
+    Typed = object
+
+
+def _waited(kind: CollectiveKind) -> Methods:
+    def run(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return getattr(self, kind.start)(*args, **options).wait()
+
+    return {kind.name: run}
+
+
+@with_collectives(_waited)
+class Waited(Typed):
+    """Collectives of a communicator that can start them: started, and waited for at once."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from meshwright.core.collectives import SHIFT
+from meshwright.core.collectives import CollectiveKind
 from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
+from meshwright.runtime.communicator.by_record import Call, Methods, with_collectives
 from meshwright.runtime.communicator.protocol import Done, Later, Waited, Work
 
 
@@ -82,6 +83,21 @@ class SimulatedWorld:
             return dict(slot)
 
 
+def _meant(kind: CollectiveKind) -> Methods:
+    """What the record says of a collective, for those that are not written down below."""
+
+    def start(self: SimulatedRank, x: torch.Tensor, *args: Any, **options: Any) -> Work:
+        call = Call.of(kind, x.detach().clone(), *args, **options)
+
+        def finish(values: Mapping[int, Any], group: Sequence[int]) -> torch.Tensor:
+            return call.meant([values[r] for r in group], group.index(self.number))
+
+        return self.start(call.chunks if kind.splits else call.x, call.axes, finish)
+
+    return {kind.start: start}
+
+
+@with_collectives(_meant)
 @dataclass
 class SimulatedRank(Waited):
     """One simulated rank. Every collective is a rendezvous keyed by its group and its number within the group.
@@ -106,7 +122,7 @@ class SimulatedRank(Waited):
         return found
 
     @property
-    def _me(self) -> int:
+    def number(self) -> int:
         """This rank's number in the world."""
         return self.ranks[self.rank] if self.ranks else self.rank
 
@@ -114,14 +130,14 @@ class SimulatedRank(Waited):
         group = self.mesh.group(self.rank, axes)
         return tuple(self.ranks[r] for r in group) if self.ranks else group
 
-    def _start(
+    def start(
         self,
         value: Any,
         axes: Sequence[str],
         finish: Callable[[Mapping[int, Any], Sequence[int]], torch.Tensor],
     ) -> Work:
         """Bring a value; `finish` makes the result of everybody's values and the group once they are waited for."""
-        group, me = self._group(axes), self._me
+        group, me = self._group(axes), self.number
         kept = tuple(sorted(group))
         number = self._numbers[kept] = self._numbers.get(kept, 0) + 1
         self.world.bring((kept, number), me, value)
@@ -129,27 +145,27 @@ class SimulatedRank(Waited):
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`. Adds in group order, so that all members get the same bits."""
-        return self._start(x.detach().clone(), axes, lambda values, _: _reduced(values, op)).wait()
+        return self.start(x.detach().clone(), axes, lambda values, _: _reduced(values, op)).wait()
 
     def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """See `Communicator`."""
-        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values, op)))
+        return self.start(x.detach().clone(), axes, lambda values, _: x.copy_(_reduced(values, op)))
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """See `Communicator`."""
         axes = [a.name for a in self.mesh.axes]
-        x.copy_(self._start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
+        x.copy_(self.start(x.detach().clone(), axes, lambda values, _: values[source]).wait())
 
     def broadcast_start(self, x: torch.Tensor, source: int, axes: Sequence[str]) -> Work:
         """See `Communicator`."""
         first = self.ranks[source] if self.ranks else source
-        return self._start(x.detach().clone(), axes, lambda values, _: x.copy_(values[first]))
+        return self.start(x.detach().clone(), axes, lambda values, _: x.copy_(values[first]))
 
     def all_gather_start(
         self, x_n: torch.Tensor, axes: Sequence[str], into: torch.Tensor | None = None
     ) -> Work:
         """See `Communicator`."""
-        return self._start(
+        return self.start(
             x_n.detach().clone(),
             axes,
             lambda values, group: torch.stack([values[r] for r in group], out=into),
@@ -159,10 +175,10 @@ class SimulatedRank(Waited):
         """See `Communicator`."""
 
         def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
-            mine = group.index(self._me)
+            mine = group.index(self.number)
             return _reduced({rank: rows[mine] for rank, rows in values.items()})
 
-        return self._start(x_mn.detach().clone(), axes, finish)
+        return self.start(x_mn.detach().clone(), axes, finish)
 
     def all_to_all_start(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axes: Sequence[str]
@@ -170,32 +186,24 @@ class SimulatedRank(Waited):
         """See `Communicator`."""
 
         def finish(values: Mapping[int, Sequence[torch.Tensor]], group: Sequence[int]) -> torch.Tensor:
-            mine = group.index(self._me)
+            mine = group.index(self.number)
             received = [values[r][mine] for r in group]
             assert [r.numel() for r in received] == list(receive), (
                 "members disagree about the sizes of an all-to-all"
             )
             return torch.cat(received)
 
-        return self._start(x.detach().clone().split(list(send)), axes, finish)
-
-    def shift_start(self, x: torch.Tensor, axes: Sequence[str], by: int = 1) -> Work:
-        """See `Communicator`."""
-
-        def finish(values: Mapping[int, torch.Tensor], group: Sequence[int]) -> torch.Tensor:
-            return SHIFT.meaning([values[r] for r in group], group.index(self._me), by)
-
-        return self._start(x.detach().clone(), axes, finish)
+        return self.start(x.detach().clone().split(list(send)), axes, finish)
 
     def send_start(self, x: torch.Tensor, to: int, tag: int) -> Work:
         """See `Communicator`."""
-        self.world.bring(self._message(self._me, to, tag), self._me, x.detach().clone())
+        self.world.bring(self._message(self.number, to, tag), self.number, x.detach().clone())
         return Done(x)
 
     def receive_start(self, into: torch.Tensor, source: int, tag: int) -> Work:
         """See `Communicator`."""
-        key = self._message(source, self._me, tag)
-        return Later(lambda: self.world.take(key, self._me, (source,))[source])
+        key = self._message(source, self.number, tag)
+        return Later(lambda: self.world.take(key, self.number, (source,))[source])
 
     def _message(self, source: int, to: int, tag: int) -> Any:
         """The name of the next message of a tag."""
