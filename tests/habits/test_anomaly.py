@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import first
 from tests.habits.plans import run
 
 BODY = """
@@ -104,7 +105,7 @@ for schedule in ("1f1b", "zero_bubble"):
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("plan", ["dp", "tp", "zero3"])
+@pytest.mark.parametrize("plan", first(2, ("tp", "zero3", "dp")))
 def test_the_operator_is_named(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BODY)
 

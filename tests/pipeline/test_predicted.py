@@ -41,7 +41,7 @@ def lowered(options: dict[str, Any], mesh: Any) -> Any:
     return stages.values_of(model, captured), dict(leaves(batch)), stages.lower(captured, plan)
 
 
-@pytest.mark.parametrize("place", (0, 1))
+@pytest.mark.parametrize("place", first(1, (0, 1)))
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [

@@ -99,7 +99,7 @@ def check_sums(made: Folded) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", first(3, PINS))
+@pytest.mark.parametrize("name", first(2, ("llama", "t5", *(n for n in PINS if n not in ("llama", "t5")))))
 def test_sums_and_factors_of_the_zoo(name: str) -> None:
     graph, folding = captured(name).graph, captured(name).folding
     made = folded(graph, folding)
