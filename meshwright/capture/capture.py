@@ -12,20 +12,22 @@ import torch
 from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.canonical_names import hoist_constants, name_nodes, number_seeds, share_constants
-from meshwright.capture.convert import convert, literal_constants
+from meshwright.capture.convert import MetaConstant, convert, literal_constants
 from meshwright.capture.dtypes import check_dtypes
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.index_to_view import indices_to_views
 from meshwright.capture.marks import settle_marks
+from meshwright.capture.meta_as_cpu import meta_as_cpu
 from meshwright.capture.nest import Shape
 from meshwright.capture.normalize import normalize
 from meshwright.capture.raise_attention import raise_attention
 from meshwright.capture.raise_moe import raise_experts
-from meshwright.capture.trace import trace
+from meshwright.capture.trace import Trace, trace
 from meshwright.capture.warnings import noted
 from meshwright.core.folding import Folding
 from meshwright.core.graph import Graph, prune, verify
+from meshwright.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ def capture(
     known = load(folder) if folder is not None else None
     if known is not None:
         return Captured(*known)
-    traced = trace(model, batch, loss)
-    graph, constants = convert(traced, model)
+    traced, graph, constants = _traced(model, batch, loss)
     notes = noted(graph, traced.outside)
     graph = check_dtypes(simplify(graph, constants))
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}
@@ -64,6 +65,22 @@ def capture(
     if folder is not None and captured.shape is None:
         save(folder, (captured.graph, captured.constants, captured.folding, captured.notes))
     return captured
+
+
+def _traced(
+    model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], torch.Tensor]
+) -> tuple[Trace, Graph, dict[str, torch.Tensor]]:
+    """Return the trace, and what it says as a graph with constants."""
+    try:
+        traced = trace(model, batch, loss)
+        return traced, *convert(traced, model)
+    except MetaConstant as error:
+        try:
+            with meta_as_cpu(model, batch) as shapes:
+                traced = trace(model, shapes, loss)
+                return traced, *convert(traced, model)
+        except CaptureError:
+            raise error from None
 
 
 def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:

@@ -29,6 +29,12 @@ PREFIX = "model."
 FORMER = "_former_memory"
 # Ends the name of an input until nodes are named: torch calls an operator `mean` even where a buffer has that name.
 INPUT = "'"
+
+
+class MetaConstant(CaptureError):
+    """A tensor on the meta device that is no parameter or buffer, so that its values are missing from the program."""
+
+
 OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
 
 
@@ -161,7 +167,7 @@ def _inputs(
             if not tensor.numel():
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype)  # an empty cache has nothing to lack
             if tensor.device.type == "meta":
-                raise CaptureError(
+                raise MetaConstant(
                     f"the model reads {target or placeholder}, a tensor on the meta device",
                     why="it is no parameter or buffer: its values are part of the program, and it has none",
                     hint="register_buffer(…, persistent=False) makes it a buffer of the model",

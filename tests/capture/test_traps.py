@@ -370,6 +370,21 @@ def test_an_empty_tensor_on_the_meta_device_lacks_no_values() -> None:
     assert graph == capture(real, rows, mean_loss).graph
 
 
+def test_constants_made_beside_meta_tensors_have_values() -> None:
+    """A list as an index becomes a tensor on the device of what it indexes. The model is as before afterwards."""
+
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.b(model.a(x)[:, [1, 0, 3]].sum(-1, keepdim=True) * model.b.weight.new_tensor([2.0] * 8))
+
+    with torch.device("meta"):
+        model, batch = Net(body), {"x": torch.empty(6, 8)}
+    before = dict(model.named_parameters())
+    captured = capture(model, batch, mean_loss)
+    real, rows = net(body)
+    assert captured.graph == capture(real, rows, mean_loss).graph
+    assert all(p is before[n] and p.is_meta for n, p in model.named_parameters())
+
+
 @pytest.mark.parametrize(
     "select",
     [lambda x: x[x > 0], lambda x: x * x.nonzero().shape[0], lambda x: x[x[:, 0].long().unique()]],
