@@ -146,9 +146,9 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
 
 def _tried(meeting: Meeting, path: Path, do: Callable[[], T]) -> T:
     """Do something on every rank; an error of one is raised on all."""
-    problem, found = None, None
+    problem, found = None, list[T]()
     try:
-        found = do()
+        found.append(do())
     except MeshwrightError as error:
         problem = error
     except OSError as error:
@@ -156,7 +156,7 @@ def _tried(meeting: Meeting, path: Path, do: Callable[[], T]) -> T:
     except (TypeError, ValueError) as error:
         problem = CheckpointError("the example batch has what is no plain value", why=str(error))
     confirmed(meeting, problem)
-    return found  # type: ignore[return-value]
+    return found[0]
 
 
 def _tensor(name: str, x: torch.Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def _known(names: str, of: Any = torch.Tensor) -> list[Any]:
     return [getattr(of, name) for name in names.split() if hasattr(of, name)]
 
 
-_GET_FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_GET_FLAG = torch.Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _METADATA = frozenset(
     [
         *(getter.__get__ for getter in _known(_GETTERS)),
@@ -51,9 +51,9 @@ _METADATA = frozenset(
         torch.numel,
     ]
 )
-_FLAG = (torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # type: ignore[attr-defined]
+_FLAG = (torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # pyright: ignore[reportAttributeAccessIssue]
 _SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
+_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
     hint = FULL
     if func in _GRAD or called in ("grad", "retain_grad") or "hook" in called:
         hint = GRADIENT
-    elif called.endswith("_") or func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+    elif called.endswith("_") or func == torch.Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
         hint = WRITE
     raise RunError(
         f"{name} of this module has no values: a training step holds them",
@@ -86,7 +86,7 @@ def _flag(x: Any) -> bool:
 
 
 def _set_flag(x: Any, flag: bool) -> None:
-    torch.Tensor.requires_grad.__set__(x, flag)  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__(x, flag)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class HollowParameter(torch.nn.Parameter):

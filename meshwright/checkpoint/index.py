@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as default
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, Struct, field
@@ -288,13 +288,19 @@ def _damaged(path: Path, why: str) -> DamagedError:
     return DamagedError(f"{NAME} is damaged or truncated", why=why, where=str(path), hint=DAMAGED)
 
 
+if TYPE_CHECKING:
+    DtypeName = str
+else:  # msgspec takes a Literal of names that are listed elsewhere; a type checker does not
+    DtypeName = Literal[tuple(ITEM_BYTES)]
+
+
 class _Head(Struct):
     version: int = field(name="meshwright checkpoint")
     crc32: str
 
 
 class _Tensor(Struct):
-    dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]
+    dtype: DtypeName
     shape: tuple[Count, ...]
     parts: list[tuple[Count, tuple[Count, ...], tuple[Count, ...], Count, Count | None]]
 

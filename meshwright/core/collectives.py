@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal
 
-Sent = Callable[[int, Any, Any], Any]
+Sent = Callable[[Any, Any, Any], Any]
 Meaning = Callable[Concatenate[Sequence[Any], int, ...], Any]  # may have options
 Matrix = Literal["partial", "replicated", "rows", "columns"]
 

@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 def hashed_once(cls: type[T]) -> type[T]:
     """Cache the hash of a frozen dataclass. Pickling drops it, since string hashes differ between processes."""
-    find: Callable[[object], int] = cls.__hash__  # type: ignore[assignment]
+    find: Callable[[T], int] = cls.__hash__
 
-    def __hash__(self: object) -> int:
+    def __hash__(self: T) -> int:
         known = self.__dict__
         if "_hash" not in known:
             known["_hash"] = find(self)
         return known["_hash"]
 
-    def __getstate__(self: object) -> dict[str, object]:
+    def __getstate__(self: T) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    cls.__hash__ = __hash__  # type: ignore[method-assign, assignment]
-    cls.__getstate__ = __getstate__  # type: ignore[method-assign, assignment]
+    cls.__hash__ = __hash__
+    cls.__getstate__ = __getstate__
     return cls

@@ -169,7 +169,7 @@ def _stateful(loader: DataLoader[Any]) -> Any:
         return loader
     kept = {name: getattr(loader, name) for name in KEPT}
     more = {"collate_fn": loader.collate_fn, "drop_last": loader.drop_last}
-    return StatefulDataLoader(loader.dataset, batch_size=loader.batch_size, **more, **kept)  # type: ignore[arg-type]
+    return StatefulDataLoader(loader.dataset, batch_size=loader.batch_size, **more, **kept)
 
 
 class _Numbered(ShardedLoader):
@@ -221,8 +221,8 @@ class _Numbered(ShardedLoader):
         self._indices = _Indices(self.reading, seed, whole, keeps=last == KEEP)
         try:
             self._loader = DataLoader(
-                Samples(dataset, self.reading.boxes, sample_seeds),  # type: ignore[arg-type]
-                batch_sampler=self._indices,  # type: ignore[arg-type]
+                Samples(dataset, self.reading.boxes, sample_seeds),
+                batch_sampler=self._indices,
                 collate_fn=Collate(self.reading, collate, self.fill),
                 # or it would draw from the state of everything else
                 generator=torch.Generator().manual_seed(seed),
@@ -409,14 +409,15 @@ class _Stream(ShardedLoader):
     """Loads full batches: every rank reads all of them and keeps its shard."""
 
     def __init__(self, source: Iterable[Any], local: LocalStep, last: str | None) -> None:
-        self.source, self.local, self.last = source, local, last
+        self.source: Any = source
+        self.local, self.last = local, last
         self.epoch, self._taken, self._skip = 0, 0, 0
         self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
         self.batch_size = self.reading.batch_size
         self.fill = _fills(local, self.batch_size) if last == "pad" else {}
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
         found = _read(self.source)
@@ -466,7 +467,7 @@ class _Stream(ShardedLoader):
         """Where the loader is: by the source's own state where it has one, else by the number of batches."""
         state: dict[str, Any] = {"kind": "batches", "epoch": self.epoch, "batches": self._taken}
         if hasattr(self.source, "state_dict"):
-            state["source"] = self.source.state_dict()  # type: ignore[attr-defined]
+            state["source"] = self.source.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -474,6 +475,6 @@ class _Stream(ShardedLoader):
         check_state(state, "batches")
         self.epoch, self._taken, self._skip = int(state["epoch"]), int(state["batches"]), 0
         if "source" in state and hasattr(self.source, "load_state_dict"):
-            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+            self.source.load_state_dict(state["source"])
         else:
             self._skip = self._taken

@@ -81,6 +81,13 @@ class Order:
             generator.set_state(torch.frombuffer(found, dtype=torch.uint8).clone())
 
 
+def _drawing_from(sampler: Any, generator: torch.Generator) -> Any:
+    """A copy of a sampler that draws from a generator."""
+    fresh = copy.copy(sampler)
+    fresh.generator = generator
+    return fresh
+
+
 def order_of_loader(loader: DataLoader[Any], seed: int) -> Order:
     """The order of a loader of torch. Raises BatchError for a sampler that gives a rank its share itself.
 
@@ -100,8 +107,7 @@ def order_of_loader(loader: DataLoader[Any], seed: int) -> Order:
     if isinstance(sampler, SequentialSampler):
         return Order(sampler, None)
     if plain and getattr(sampler, "generator", sampler) is None:
-        sampler = copy.copy(sampler)
-        sampler.generator = loader.generator or torch.Generator().manual_seed(seed)  # type: ignore[union-attr]
+        sampler = _drawing_from(sampler, loader.generator or torch.Generator().manual_seed(seed))
     return Order(sampler, loader.generator, batches=not plain)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from meshwright.capture.pytree import leaves, literals
 from meshwright.errors import BatchError
@@ -177,7 +177,7 @@ class Failed:
     hint: str
 
 
-class Samples:
+class Samples(Dataset[Any]):
     """A dataset read by `Item`. What a sample's code draws at random depends on epoch and number of the sample alone:
     all ranks that read it get the same, whichever worker reads it and however many ranks there are."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, show_dim
+from meshwright.core.layout import Cat, Dim, Item, SubDim, TensorLayout, dim_axes, show_dim
 from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
@@ -224,12 +224,14 @@ def merge(first: Strategy, second: Strategy) -> Strategy:
 
 
 def _overlay(tree: Dim, other: Dim) -> Dim:
-    return tuple(
-        x.on((*x.axes, *y.axes))
-        if isinstance(x, SubDim) and isinstance(y, SubDim)
-        else Cat(tuple(_overlay(p, q) for p, q in zip(x.parts, y.parts, strict=True)))  # type: ignore[union-attr]
-        for x, y in zip(tree, other, strict=True)
-    )
+    return tuple([_overlay_item(x, y) for x, y in zip(tree, other, strict=True)])
+
+
+def _overlay_item(x: Item, y: Item) -> Item:
+    if isinstance(x, SubDim) and isinstance(y, SubDim):
+        return x.on((*x.axes, *y.axes))
+    assert isinstance(x, Cat) and isinstance(y, Cat), (x, y)
+    return Cat(tuple([_overlay(p, q) for p, q in zip(x.parts, y.parts, strict=True)]))
 
 
 def split_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:

@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from meshwright.core.collectives import NOTHING, REGISTERED
 from meshwright.core.hashed import hashed_once
@@ -42,7 +45,10 @@ class Step:
         return f"{self.kind}({','.join(self.axes)}): {self.before} -> {self.after}"
 
 
-def wire_elements(kind: str, ranks: int, before: float, after: float) -> float:
+Amount = TypeVar("Amount", float, np.ndarray)
+
+
+def wire_elements(kind: str, ranks: float | np.ndarray, before: Amount, after: Amount) -> Amount:
     """Elements that one rank sends, from the element counts it holds before and after; 0 for a local step.
 
     Uneven blocks are padded to the largest.

@@ -35,8 +35,8 @@ HINT = (
     "clip_norm= clips by the global norm, and step.grad_norm is that; step.gradient_norms() has the norm of each "
     "gradient; to work with full values: with step.full() as model: …"
 )
-GET_DATA, SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+GET_DATA, SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
 ALIASES = (GET_DATA, GET_GRAD, torch.Tensor.detach)
 

@@ -98,8 +98,8 @@ def slice_bounds(node: Node, source: tuple[int, ...]) -> tuple[int, int, int, in
     dim = int(node.arg(1, "dim", 0)) % len(source)
     size = source[dim]
 
-    def place(value: object, default: int) -> int:
-        number = default if value is None else int(value)  # type: ignore[call-overload]
+    def place(value: int | None, default: int) -> int:
+        number = default if value is None else int(value)
         return min(max(number + size if number < 0 else number, 0), size)
 
     return place(node.arg(2, "start"), 0), place(node.arg(3, "end"), size), int(node.arg(4, "step", 1)), dim

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.core.graph import Graph, Node
-from meshwright.core.layout import SubDim
+from meshwright.core.layout import SubDim, dim_size
 from meshwright.ops.factors import Factors, Site
 from meshwright.redistribute.price_matrix import Value
 from meshwright.search.budget import SPACE
@@ -40,7 +40,7 @@ def all_codes(
             if shape is not None:
                 alike[shape] = found[name]
         else:
-            sizes = np.array([tree[0].size for tree in site.trees.values() if tree], dtype=np.float64)  # type: ignore[union-attr]
+            sizes = np.array([dim_size(tree[:1]) for tree in site.trees.values() if tree], dtype=np.float64)
             found[name] = replace(known, node=node, site=site, leaf_sizes=sizes)
     return found
 

@@ -276,7 +276,7 @@ def gather_seconds(
 def _sent_seconds(
     kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray, itemsize: int, table: Table
 ) -> np.ndarray:
-    sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
+    sent = wire_elements(kind, table.members[axes], before, after)
     return table.collective(kind, axes, np.asarray(itemsize * sent))
 
 

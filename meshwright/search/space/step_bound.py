@@ -97,7 +97,7 @@ class _Chain:
         both, left = cut & pending, pending & ~cut
 
         def seconds(kind: str, axes: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-            sent = wire_elements(kind, table.members[axes], before, after)  # type: ignore[arg-type]
+            sent = wire_elements(kind, table.members[axes], before, after)
             return np.where(axes, table.collective(kind, axes, np.asarray(value.itemsize * sent)), 0.0)
 
         whole = table.local_elements(value, states.sliced())

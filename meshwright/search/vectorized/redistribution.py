@@ -94,18 +94,18 @@ class _Recorder(Listed):
     def __init__(self, table: Table, places: int, source: np.ndarray, target: np.ndarray) -> None:
         width = len(table.bits)
         assert width * places <= BITS, (width, places)
-        self.steps: list[tuple[str, Masks, Masks]] = []
+        self.steps: list[tuple[str, Masks, Floats]] = []
         start, goal = (
             np.array([table.sets(rows, 2 + k) for k in range(places)], np.int64) for rows in (source, target)
         )
         pending = (table.sets(rows, PARTIAL) for rows in (source, target))
 
         def elements(sets: Masks | list[Masks], spread: Spread) -> Floats:
-            return functools.reduce(np.bitwise_or, (sets[k] << width * k for k in range(places)))  # type: ignore[return-value]
+            return functools.reduce(np.bitwise_or, (sets[k] << width * k for k in range(places)))
 
         def cost(kind: str, axes: Masks, held: Floats) -> Floats:
             axes, held = np.broadcast_arrays(axes, held)
-            self.steps.append((kind, axes[:, 0], held[:, 0]))  # type: ignore[arg-type]
+            self.steps.append((kind, axes[:, 0], held[:, 0]))
             return np.zeros(axes.shape)
 
         super().__init__(Ends(int(table.bits.sum()), start, goal, *pending), elements, cost)
