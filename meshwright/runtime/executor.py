@@ -151,7 +151,7 @@ class Executor:
     # ------------------------------------------------------------ backward
 
     def _backward(self, action: Action) -> None:
-        with self._reducing(action):
+        with nullcontext() if self.turns == "step" else self._reducing(action):
             self._input_half(action)
             self._weight_half(action)
 
@@ -159,7 +159,7 @@ class Executor:
         self._input_half(action)
 
     def _backward_weight(self, action: Action) -> None:
-        with self._reducing(action):
+        with nullcontext() if self.turns == "step" else self._reducing(action):
             self._weight_half(action)
 
     @contextmanager
@@ -167,11 +167,8 @@ class Executor:
         """Run the half of backward that ends a micro-batch in a stage. Gradients of each turn (`Programs.turns`) are
         reduced by themselves; with those of the last one all that waits for the end of the step."""
         self._ended += 1
-        turns, first, end = self.turns, True, True
-        if turns == "step":
-            yield
-            return
-        if turns == "stage":
+        first = end = True
+        if self.turns == "stage":
             turn, last = self.stages.index(action.stage), self._ended == self.count * len(self.stages)
         else:
             turn, last = action.micro_batch, action.micro_batch == self.count - 1
@@ -262,7 +259,7 @@ def _graded(stage: Stage) -> dict[str, tuple[int, ...]]:
 def _run_backward(roots: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Backward from some roots. Takes the gradients out of their list, to free each as soon as it is used."""
     if len(roots) == 1 and roots[0].dim() == 0:  # a loss: nothing to free
-        roots[0].backward(gradients[0])
+        torch.autograd.backward(roots, gradients)
         return
     end = _Seed.apply(gradients, *roots)
     roots.clear()
