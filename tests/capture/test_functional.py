@@ -12,10 +12,10 @@ from torch import nn
 from meshwright.capture import capture
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
-from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.core.graph import Graph, Node
 from meshwright.examples import gpt, llama, recommender
 from tests.breadth import first
-from tests.ops.prove import CPU, DTYPES, Sample, sample
+from tests.ops.prove import CPU, Sample, argument, sample
 from tests.ops.samples import SAMPLES, f
 
 F32 = torch.float32
@@ -58,22 +58,10 @@ class Calls(nn.Module):
 
     def call(self, number: int, node: Node, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         known = {name: tensors[f"{number}.{place}"] for place, name in enumerate(node.uses)}
-
-        def argument(value: Any) -> Any:
-            match value:
-                case Ref(name):
-                    return known[name]
-                case Dtype(name):
-                    return DTYPES[name]
-                case Device():
-                    return CPU
-                case tuple():
-                    return [argument(v) for v in value]
-            return value
-
         space, name, overload = node.op.split(".")
         op = getattr(getattr(getattr(torch.ops, space), name), overload)
-        out = op(*map(argument, node.args), **{k: argument(v) for k, v in node.kwargs if k != "seed"})
+        more = {k: argument(v, known) for k, v in node.kwargs if k != "seed"}
+        out = op(*(argument(v, known) for v in node.args), **more)
         return list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
 
 

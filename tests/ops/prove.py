@@ -6,7 +6,7 @@ Forward and backward; every splittable sub-dim, pending inputs through linear op
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,25 +118,29 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
     return run(localize(site, layouts(site, UNSHARDED), mesh, {}), values, rank)
 
 
+def argument(value: Any, known: Mapping[str, torch.Tensor]) -> Any:
+    """An argument of a node as torch takes it."""
+    match value:
+        case Ref(name):
+            return known[name]
+        case Dtype(name):
+            return DTYPES[name]
+        case Device():
+            return CPU
+        case tuple():
+            return [argument(v, known) for v in value]
+    return value
+
+
 def run(nodes: Sequence[Node], values: dict[str, torch.Tensor], rank: Rank | None) -> list[torch.Tensor]:
     """Run nodes in order and return the results of the last."""
-
-    def argument(value: Any) -> Any:
-        match value:
-            case Ref(name):
-                return known[name]
-            case Dtype(name):
-                return DTYPES[name]
-            case Device():
-                return CPU
-            case tuple():
-                return [argument(v) for v in value]
-        return value
-
     known = dict(values)
     results: list[torch.Tensor] = []
     for node in nodes:
-        args, kwargs = [argument(a) for a in node.args], {k: argument(v) for k, v in node.kwargs}
+        args, kwargs = (
+            [argument(a, known) for a in node.args],
+            {k: argument(v, known) for k, v in node.kwargs},
+        )
         if node.op == PIN:
             found = args[0]
         elif node.op in KERNELS:

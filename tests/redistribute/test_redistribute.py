@@ -29,14 +29,7 @@ from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
 from meshwright.redistribute.shortest_path import _flat, _Problem
 from meshwright.redistribute.slices import Grid
-
-RING = Prices.ring(1e-6, 1e9)
-GLOO_LIKE = Prices.of({
-    "all_reduce": {"*": (1e-4, 1e9)},
-    "reduce_scatter": {"*": (4e-4, 2e8)},
-    "all_gather": {"*": (1e-4, 1e9)},
-    "all_to_all": {"*": (1e-4, 1e9)},
-})  # fmt: skip
+from tests.redistribute.rates import GLOO_LIKE, RING
 
 # ------------------------------------------------------------------------------------------- what hypothesis draws
 

@@ -14,9 +14,9 @@ from meshwright.errors import LayoutError
 from meshwright.redistribute import Prices, redistribute, reshard, total_seconds
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
 from meshwright.redistribute.schedules import SCHEDULES, Pair, route
+from tests.redistribute.rates import GLOO_LIKE, RING
 
 BYTES_ONLY = Prices.ring(0.0, 1e9)
-RING = Prices.ring(1e-6, 1e9)
 NODES = Prices.of(
     {
         kind: {"slow": (8e-6, 2e10), "fast": (3e-6, 3e11)}
@@ -24,12 +24,6 @@ NODES = Prices.of(
     },
     growth="tree",
 )
-GLOO_LIKE = Prices.of({
-    "all_reduce": {"*": (1e-4, 1e9)},
-    "reduce_scatter": {"*": (4e-4, 2e8)},
-    "all_gather": {"*": (1e-4, 1e9)},
-    "all_to_all": {"*": (1e-4, 1e9)},
-})  # fmt: skip
 
 TREES = ["[24]", "[7, 12]", "[(4 6), 9]", "[{8 | 4 | 4}, 6]", "[{2 4 | 3 6}]", "[5, 4, 6]"]
 
