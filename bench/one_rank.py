@@ -164,7 +164,7 @@ def shortened(
 
 def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
     """One step of a rank with the counting communicator, its weights drawn at random."""
-    plan, world = parts.asked, parts.asked.ranks
+    plan, world = parts.requested, parts.requested.ranks
     comm = Counter(world, rank)
     within = meshes_of(plan).within(rank) if plan.stages else rank
 
@@ -230,7 +230,7 @@ def _values(parts: Partition, captured: Captured, within: int) -> tuple[dict[str
 
 def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
     """The collectives of the rank's stages, and their messages."""
-    plan = parts.asked
+    plan = parts.requested
     if not plan.stages:
         every = step_collectives(parts, within)
         return Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in every)
@@ -257,7 +257,7 @@ def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
 
 
 def _peak(parts: Partition, rank: int, within: int) -> int:
-    plan = parts.asked
+    plan = parts.requested
     if not plan.stages:
         return peak(parts, within, optimizer=optimizer_on("cpu", 2), staged=False).bytes
     host = Cluster.local(1)  # what a CPU has beside a program does not depend on how many there are

@@ -193,7 +193,7 @@ def _recursion(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -
     from meshwright.search.recursion import recursive_programming
 
     planner = _planner(row, captured, cluster, mesh, clock, False)
-    done = clock("solve", lambda: recursive_programming(planner.space, mesh, alike=planner.alike()))
+    done = clock("solve", lambda: recursive_programming(planner.space, mesh, vectorized=planner.vectorized()))
     return {"price": done.price, "states": done.space.size}
 
 

@@ -79,7 +79,7 @@ def prepare(comm: Communicator, parts: Partition) -> None:
     own those of all places, since all ranks make them together."""
     if not isinstance(comm, ProcessGroups):
         return
-    everybody, meshes = frozenset(a.name for a in comm.mesh.axes), meshes_of(parts.asked)
+    everybody, meshes = frozenset(a.name for a in comm.mesh.axes), meshes_of(parts.requested)
     if not parts.own:
         comm.prepare([*axis_sets(parts, parts.local(meshes.within(WorldRank(comm.rank)))), everybody])
         return
@@ -184,7 +184,7 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     optimizer = local.optimizer
     if optimizer is None:
         meeting.collect("")
-        local.alike.options = frozenset()
+        local.comparison.options = frozenset()
         return
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = [i for i in local.inputs.values() if i.role == "parameter" and i.needs_grad]
@@ -192,7 +192,9 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     runs = [(n, len(list(run))) for n, run in itertools.groupby(of)]  # equal layers keep the text short
     word = json.dumps([type(optimizer).__name__, options_of(optimizer.param_groups), runs])
     words = meeting.collect(word)
-    local.alike.options = shared_options([json.loads(one)[1] for one in words]) if all(words) else frozenset()
+    local.comparison.options = (
+        shared_options([json.loads(one)[1] for one in words]) if all(words) else frozenset()
+    )
     told = {rank: json.loads(one) for rank, one in enumerate(words) if one and len(set(words)) > 1}
     kinds: dict[str, list[int]] = {}
     for rank, (kind, _, _) in told.items():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.agree import confirm, from_first
-from meshwright.checkpoint.folder import as_path, own, write_whole
+from meshwright.checkpoint.folder import as_path, own, write_atomically
 from meshwright.checkpoint.load import Loaded
 from meshwright.checkpoint.lock import Lock
 from meshwright.checkpoint.save import check_keep
@@ -130,7 +130,7 @@ class Autosave:
             self._last = self.step.steps + (0 if alone else NOTICE_STEPS)
             if not alone:
                 self.path.mkdir(parents=True, exist_ok=True)
-                write_whole(self._stop, str(self._last))
+                write_atomically(self._stop, str(self._last))
         elif self._stop.exists():
             self._last = int(self._stop.read_text("utf-8"))
         elif self._asked and self.step.rank != 0:

@@ -98,7 +98,7 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
             inputs = {f"{e.role} {e.target}": str(layouts[e.name]) for e in entries}
             said = {
                 "word": word,
-                "mesh": str(parts.asked.ranks),
+                "mesh": str(parts.requested.ranks),
                 "inputs": inputs,
                 "results": [str(layout) for layout in step.layouts],
                 "shape": step.shape,
@@ -106,7 +106,7 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
                 "seed": local.rank.seed,
                 "exact_random": local.rank.exact,
                 "graph": str(step.graph).split("\n"),
-                "plan": parts.asked.to_json().split("\n"),
+                "plan": parts.requested.to_json().split("\n"),
             }
             _put(path / NAME, {"meshwright forward": VERSION, "crc32": _crc(said), "program": said})
 
@@ -129,10 +129,10 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     check_world(program.plan.ranks)
     captured = Captured(program.graph, {}, fold(program.graph), ())
     parts = lower(captured, with_model(program.plan.check(program.graph), captured))
-    over_gloo(meeting, parts.asked, place)
+    over_gloo(meeting, parts.requested, place)
     number = meeting.rank
     sums = _tried(meeting, path, lambda: _sums(path, number, program.word))
-    comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
+    comm = meeting.connect(parts.requested.ranks, place, host=bool(parts.requested.hosts))
     prepare(comm, parts)
     leaves = _tried(meeting, path, lambda: _leaves(path, number, sums, parts, comm, place))
     rank = Rank(comm, place, seed=program.seed, exact=program.exact)
@@ -253,7 +253,7 @@ def _leaves(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Input → this rank's shard, as its file has it."""
-    pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
+    pipe = Pipeline(parts, comm, training=False) if parts.requested.stages else None
     mine, inside = (parts, comm) if pipe is None else (pipe.parts, pipe.comm)
     mesh, layouts = inside.mesh, mine.resharded.layouts
     path = folder / f"rank-{number}.safetensors"

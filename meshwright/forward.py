@@ -39,7 +39,7 @@ from meshwright.checkpoint.weights import (
 from meshwright.compile import lower, plan_captured, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
-from meshwright.core.techniques import TECHNIQUES, Options, Techniques, asked_beside
+from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
@@ -91,7 +91,7 @@ class ForwardStep:
         """`shape`: the nest of the results. `guards`: what has to be as it was; of a program from a file, what of a
         batch is no tensor. `again`: makes the same for a batch of another shape. `access`: to the shards of a step
         whose weights this reads."""
-        self.local, self.parts, self.plan = local, parts, parts.asked
+        self.local, self.parts, self.plan = local, parts, parts.requested
         self.access = access or ShardAccess(lambda: None)
         self.shape, self.graph, self._guards, self._again = shape, graph, guards, again
         self._shapes = {e.target: e.type.shape for e in local.batches.entries}
@@ -224,7 +224,7 @@ def forward_step(
     Raises a subclass of MeshwrightError before a process group is made; only shards of a file that are damaged are
     found later, on all ranks.
     """
-    asked = asked_beside(plan, techniques)
+    asked = options_beside(plan, techniques)
     request = request_for(cluster, None)
     check_capturable(model)
     check_has_values(model)
@@ -271,11 +271,11 @@ def forward_step(
         meeting, model, batch, outputs, chosen, found_at, source, seed=seed, exact_random=exact_random
     )
     captured, parts = _lowered(agreed)
-    over_gloo(meeting, parts.asked, place)
+    over_gloo(meeting, parts.requested, place)
     opened, computed = None, dict[str, torch.Tensor]()
     if agreed.more["weights"]:
         opened, computed = _opened(meeting, model, agreed, temporary, cast, init)
-    comm = meeting.connect(parts.asked.ranks, place, host=bool(parts.asked.hosts))
+    comm = meeting.connect(parts.requested.ranks, place, host=bool(parts.requested.hosts))
     prepare(comm, parts)
     values = values_of(model, captured, place)
     read = dict[str, torch.Tensor]()
@@ -355,7 +355,7 @@ def shared_forward(
 
 def _check_forward(asked: Techniques, mode: str | None) -> None:
     """Raise PlanError for what has no meaning without a backward pass."""
-    given = sorted(name for name in asked.asked() if not TECHNIQUES[name].forward)
+    given = sorted(name for name in asked.non_defaults() if not TECHNIQUES[name].forward)
     given += [f"offload={word!r}" for word in asked.offload if word != "parameters"]
     given += ["micro_batches without pipeline="] if asked.micro_batches > 1 and asked.pipeline == 1 else []
     if given:

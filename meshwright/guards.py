@@ -23,7 +23,7 @@ import torch
 
 from meshwright.capture.pytree import literals
 from meshwright.capture.reads import is_library, takes_all
-from meshwright.capture.values import SMALL_BYTES, Found, address, differs, find, fixed, shown, version
+from meshwright.capture.values import SMALL_BYTES, ReadValues, address, differs, find, fixed, shown, version
 from meshwright.conjunction import Conjunction
 from meshwright.errors import RunError
 from meshwright.runtime.local_batch import LocalBatch
@@ -69,7 +69,7 @@ class Guards:
         )
 
     @property
-    def found(self) -> Found:
+    def found(self) -> ReadValues:
         """The values of the loss and the model."""
         return self._found
 
@@ -97,7 +97,7 @@ class Guards:
 
     # ------------------------------------------------------------ the model and the loss
 
-    def _find(self) -> Found:
+    def _find(self) -> ReadValues:
         model = self._model()
         now = set() if model is None else {id(t) for t in (*model.parameters(), *model.buffers())}
         found = find(model, self.loss, self._own | now)
@@ -109,7 +109,7 @@ class Guards:
         if sys is None or sys.is_finalizing():  # what a module holds goes before its last objects do
             return
         self._gone, items = True, self._found.items
-        self._adopt(Found(items=items))
+        self._adopt(ReadValues(items=items))
         self._same_flags = Conjunction().compiled()
 
     def _go_on_without(self) -> str:
@@ -126,7 +126,7 @@ class Guards:
         model = self._model()
         return {} if model is None else dict(model.named_parameters())
 
-    def _adopt(self, found: Found) -> None:
+    def _adopt(self, found: ReadValues) -> None:
         """Compare with these objects from now on."""
         self._found = found
         self._same = self._conditions(found).compiled()
@@ -148,7 +148,7 @@ class Guards:
         self._probes = [(label, t, _sample(t)) for label, t in probed]
         self._turn = 0
 
-    def _conditions(self, found: Found) -> Conjunction:
+    def _conditions(self, found: ReadValues) -> Conjunction:
         """Each of these objects is the one that it is now."""
         same = Conjunction()
         for owner in found.owners.values():
@@ -312,7 +312,7 @@ def _sample(tensor: torch.Tensor) -> str:
     return repr(flat[:: max(1, flat.numel() // 4)].tolist())
 
 
-def _read(found: Found, loss: Callable[..., Any], batch: Any) -> frozenset[str] | None:
+def _read(found: ReadValues, loss: Callable[..., Any], batch: Any) -> frozenset[str] | None:
     """The names that keys of a batch may be read by; None where any may. Texts and paths beside the data are not."""
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)
     if type(batch) is not dict or code is None or is_library(code.co_filename):

@@ -37,7 +37,7 @@ from meshwright.runtime.rendezvous import Meeting, late
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
 from meshwright.same_values import same_values
-from meshwright.search.reuse import Held, carried_to_train
+from meshwright.search.reuse import StoredLayout, carried_to_train
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program
 log = logging.getLogger("meshwright")
@@ -54,7 +54,7 @@ class ModelState:
     world: Communicator
     temporary: frozenset[str] = frozenset()
     state: State = field(default_factory=State)
-    held: list[dict[str, Held]] = field(default_factory=list)
+    held: list[dict[str, StoredLayout]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     hollow: Hollow | None = None
 
@@ -78,7 +78,7 @@ class ModelState:
                 trained = entry.role == "parameter" and entry.needs_grad
                 if known is None or (trained and not known.trained):
                     stored = known.stored if known is not None else one.inputs[entry.name].forward
-                    held[entry.target] = Held(
+                    held[entry.target] = StoredLayout(
                         stored, one.states.get(entry.name) if trained else None, trained
                     )
 
@@ -133,8 +133,8 @@ def check_joins(shared: ModelState, plan: Plan | None, mesh: Any, asked: Techniq
         odd = f"a plan for {plan.mesh_text}"
     if isinstance(mesh, Mapping) and dict(mesh) not in (dict(first.mesh.sizes), dict(first.ranks.sizes)):
         odd = f"mesh={dict(mesh)}"
-    theirs = first.techniques.asked()
-    differ = [f"{k}={v!r}" for k, v in asked.asked().items() if k not in theirs or theirs[k] != v]
+    theirs = first.techniques.non_defaults()
+    differ = [f"{k}={v!r}" for k, v in asked.non_defaults().items() if k not in theirs or theirs[k] != v]
     odd = differ[0] if differ else odd
     if odd:
         raise PlanError(

@@ -118,8 +118,8 @@ GIVEN = {
 def test_a_record_comes_back_from_its_plain_data():
     found = techniques_from(GIVEN)
     assert found.offload == ("optimizer",) and found.keep_whole == ("norm",)
-    assert techniques_from(found.asked()) == found
-    assert NONE.asked() == {} and not str(NONE)
+    assert techniques_from(found.non_defaults()) == found
+    assert NONE.non_defaults() == {} and not str(NONE)
     assert "gradients='sum'" in str(found)
 
 

@@ -27,7 +27,7 @@ PRODUCT_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
-class Made:
+class TimedCall:
     """A call that makes `passes` passes over so much `work` each."""
 
     work: float
@@ -35,17 +35,19 @@ class Made:
     passes: float = 1.0
 
 
-def matmul(bench: Bench, dtype: str, size: int) -> Made:
+def matmul(bench: Bench, dtype: str, size: int) -> TimedCall:
     """The three products of linear layers, forward and backward, all of size³."""
     kind = TORCH_DTYPES[dtype]
     count = _tensors(3 * size**2 * kind.itemsize, PRODUCT_BYTES)
     layers = [
         tuple(torch.randn(size, size, device=bench.device).to(kind) for _ in range(3)) for _ in range(count)
     ]
-    return Made(2.0 * size**3, lambda: [(F.linear(x, w), g @ w, g.t() @ x) for x, w, g in layers], 3 * count)
+    return TimedCall(
+        2.0 * size**3, lambda: [(F.linear(x, w), g @ w, g.t() @ x) for x, w, g in layers], 3 * count
+    )
 
 
-def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> Made:
+def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> TimedCall:
     """Fused attention over `size` places in 8 heads of width 64, laid out as a model's projections leave them: two
     products forward, five backward. With a causal mask half of the pairs count; a processor goes through all of a
     block of 512 keys all the same, so it is a row of its own."""
@@ -56,55 +58,55 @@ def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> Made
     def call() -> object:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), wanted, g)
 
-    return Made((0.5 if causal else 1.0) * 4 * 8 * size**2 * 64, call, 3.5)
+    return TimedCall((0.5 if causal else 1.0) * 4 * 8 * size**2 * 64, call, 3.5)
 
 
-def convolution(bench: Bench, dtype: str, size: int) -> Made:
+def convolution(bench: Bench, dtype: str, size: int) -> TimedCall:
     """A 3 × 3 convolution with `size` channels on 4 images of 28 × 28, forward and both gradients."""
     kind = TORCH_DTYPES[dtype]
     x = torch.randn(4, size, 28, 28, device=bench.device).to(kind).requires_grad_()
     w = torch.randn(size, size, 3, 3, device=bench.device).to(kind).requires_grad_()
     g = torch.randn(4, size, 28, 28, device=bench.device).to(kind)
     work = 2.0 * 4 * 28 * 28 * size**2 * 9
-    return Made(work, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), g), 3)
+    return TimedCall(work, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), g), 3)
 
 
-def memory(bench: Bench, dtype: str, size: int) -> Made:
+def memory(bench: Bench, dtype: str, size: int) -> TimedCall:
     """Sums into a new tensor of `size` bytes: two are read, one is written."""
     count = _tensors(3 * size)
     pairs = [[torch.ones(size // 4, device=bench.device) for _ in range(2)] for _ in range(count)]
-    return Made(3.0 * size, lambda: [a + b for a, b in pairs], count)
+    return TimedCall(3.0 * size, lambda: [a + b for a, b in pairs], count)
 
 
-def elements(bench: Bench, dtype: str, size: int) -> Made:
+def elements(bench: Bench, dtype: str, size: int) -> TimedCall:
     """Pointwise arithmetic on `size` bytes: what outweighs memory traffic on a processor."""
     x = torch.randn(64, size // 256, device=bench.device)
     names = ("gelu.default", "silu.default", "softmax.int", "layer_norm.default")
     work = float(sum(ELEMENT_FLOPS[f"aten.{n}"][0] for n in names)) * x.numel()
-    return Made(work, lambda: (F.gelu(x), F.silu(x), F.softmax(x, -1), F.layer_norm(x, x.shape[-1:])))
+    return TimedCall(work, lambda: (F.gelu(x), F.silu(x), F.softmax(x, -1), F.layer_norm(x, x.shape[-1:])))
 
 
-def update(bench: Bench, dtype: str, size: int) -> Made:
+def update(bench: Bench, dtype: str, size: int) -> TimedCall:
     """AdamW, fused, on parameters of `size` bytes: parameter, gradient and two moments are read, all but the gradient
     written."""
     count = _tensors(7 * size)
     parameters = [torch.nn.Parameter(torch.randn(size // 4, device=bench.device)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    return Made(7.0 * size, torch.optim.AdamW(parameters, lr=1e-6, fused=True).step, count)
+    return TimedCall(7.0 * size, torch.optim.AdamW(parameters, lr=1e-6, fused=True).step, count)
 
 
-def launch(bench: Bench, dtype: str, size: int) -> Made:
+def launch(bench: Bench, dtype: str, size: int) -> TimedCall:
     """An operator on one element, recorded by autograd."""
     x, y = torch.ones(1, device=bench.device, requires_grad=True), torch.ones(1, device=bench.device)
-    return Made(1.0, lambda: x * y)
+    return TimedCall(1.0, lambda: x * y)
 
 
-def host(bench: Bench, dtype: str, size: int) -> Made:
+def host(bench: Bench, dtype: str, size: int) -> TimedCall:
     """A copy from pinned memory of the host to the device."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(size, dtype=torch.uint8, device=bench.device)
-    return Made(float(size), lambda: target.copy_(source, non_blocking=True))
+    return TimedCall(float(size), lambda: target.copy_(source, non_blocking=True))
 
 
 def _tensors(size_bytes: int, round_bytes: int = ROUND_BYTES) -> int:
@@ -112,7 +114,7 @@ def _tensors(size_bytes: int, round_bytes: int = ROUND_BYTES) -> int:
 
 
 # class → (how it is made, launches in one pass, sizes on a processor, further sizes on an accelerator)
-TABLE: dict[str, tuple[Callable[[Bench, str, int], Made], float, Sequence[int], Sequence[int]]] = {
+TABLE: dict[str, tuple[Callable[[Bench, str, int], TimedCall], float, Sequence[int], Sequence[int]]] = {
     "launch": (launch, 0, (1,), ()),
     "matmul": (matmul, 1, (32, 64, 128, 256, 384, 512, 768, 1024), (2048, 4096, 8192)),
     "attention": (attention, 2 / 3.5, (32, 64, 128, 256, 512), (1024, 2048, 4096)),

@@ -50,7 +50,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredRow:
     """A row that was measured. `unrest`: the worst probe before and after it; `attempts`: how often it was measured."""
 
     name: str
@@ -70,7 +70,7 @@ class Found:
         }
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> Found:
+    def of(data: Mapping[str, Any]) -> MeasuredRow:
         """From JSON."""
         points = tuple(Point(w, s, int(r)) for w, s, r in data["points"])
-        return Found(data["row"], points, data["unrest"], data["attempts"], data["about"])
+        return MeasuredRow(data["row"], points, data["unrest"], data["attempts"], data["about"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
-from meshwright.calibrate.plan import LEVEL, POST, WAITED, Found, Point
+from meshwright.calibrate.plan import LEVEL, POST, WAITED, MeasuredRow, Point
 from meshwright.calibrate.quiet import LIMIT
 from meshwright.calibrate.step_rows import priced
 from meshwright.core.collectives import PRICED
@@ -36,7 +36,7 @@ class Calibration:
         return self.cluster.measured.void
 
 
-def calibration(machine: Mapping[str, Any], rows: Sequence[Found]) -> Calibration:
+def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Calibration:
     """The cluster that a machine is, by what was measured on it."""
     points = {row.name: row.points for row in rows}
     launch = points["launch"][0].seconds
@@ -106,7 +106,9 @@ def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
     return fit.curve(points, launch, TABLE[name.partition(" ")[0]][1])
 
 
-def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[str, tuple[float, float]]]:
+def _corrected(
+    cluster: Cluster, rows: Sequence[MeasuredRow]
+) -> tuple[Cluster, dict[str, tuple[float, float]]]:
     """Fit a factor for each class to the usable full steps; return the cluster with them, and for each step the
     predicted seconds before and after."""
     whole = [row for row in rows if "tasks" in row.about]
@@ -119,7 +121,7 @@ def _corrected(cluster: Cluster, rows: Sequence[Found]) -> tuple[Cluster, dict[s
     return made, {row.name: (steps[row.name].seconds(), priced(row.about, made).seconds()) for row in whole}
 
 
-def _usable(whole: Sequence[Found]) -> Sequence[Found]:
+def _usable(whole: Sequence[MeasuredRow]) -> Sequence[MeasuredRow]:
     """Select the full steps that ran undisturbed. If these are few, also those that were disturbed a little: that costs
     less than a class that occurs in none. If there are none of either, all."""
     quiet = [row for row in whole if row.unrest <= LIMIT]
@@ -128,7 +130,9 @@ def _usable(whole: Sequence[Found]) -> Sequence[Found]:
 
 
 def _fit(
-    rows: Sequence[Found], steps_seconds: Mapping[str, tuple[float, float]], factors: Mapping[str, float]
+    rows: Sequence[MeasuredRow],
+    steps_seconds: Mapping[str, tuple[float, float]],
+    factors: Mapping[str, float],
 ) -> str:
     """Describe the fit: the mean error of the usable full steps before and after the corrections, and the
     corrections."""
@@ -151,7 +155,7 @@ def _fit(
 
 
 def _line(
-    row: Found,
+    row: MeasuredRow,
     curves: Mapping[str, Curve],
     links: Mapping[str, fit.Link],
     steps_seconds: Mapping[str, tuple[float, float]],
@@ -183,7 +187,7 @@ def _line(
     return f"{si(row.points[-1].work / row.points[-1].seconds)}B/s", ""
 
 
-def _quiet(row: Found) -> str:
+def _quiet(row: MeasuredRow) -> str:
     again = f", measured {row.attempts} times" if row.attempts > 1 else ""
     return ("yes" if row.unrest <= LIMIT else f"no: void ({row.unrest:.2f})") + again
 

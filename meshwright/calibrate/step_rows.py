@@ -1,7 +1,7 @@
 """A training step as plain data: its tasks with the work behind each, priced by any cluster, class by class.
 
-`told` describes the tasks of a program independently of a machine; `priced` turns them into seconds. A rank can so time
-a step and record its tasks, to be priced later with the rates of all rows.
+`describe_step` describes the tasks of a program independently of a machine; `priced` turns them into seconds. A rank
+can so time a step and record its tasks, to be priced later with the rates of all rows.
 
 Multiplying all tasks of a class by a factor and simulating again shows the effect on the step. The step time is made of
 sums and maxima of the tasks' seconds, so it equals the sum over classes of its own derivatives (Euler); factors are
@@ -83,7 +83,7 @@ class Prediction:
         return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
 
 
-def told(parts: Partition, cluster: Cluster) -> dict[str, Any]:
+def describe_step(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     """Describe a step of the rank at the origin, as JSON: the mesh, and the tasks in host order. Each task has its
     dependencies and one of: its work (class, dtype, FLOPs, bytes, launches); the parameters that it updates (elements
     and bytes of each); the gradients that it adds up (the share of micro-batches and the bytes of each); what it sends
@@ -146,42 +146,48 @@ def _updated(parts: Partition) -> list[list[int]]:
 
 
 def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
-    """Price a step that `told` described on a cluster."""
+    """Price a step that `describe_step` described on a cluster."""
     axes = about["mesh"]
     mesh = Mesh.of({name: size for name, size, _ in axes}).linked({name: link for name, _, link in axes})
     found = [_priced(task, mesh, cluster) for task in about["tasks"]]
     return Prediction(tuple(t for t, _ in found), tuple(c for _, c in found), cluster.measured.slowdown)
 
 
-def _priced(told: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
+def _priced(describe_step: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
     """A task, and its seconds by class."""
     streams, spent = (COMPUTE,), dict[str, float]()
     launch = launch_seconds(cluster.device, cluster.measured)
-    if "send" in told:
-        collective, axes, sent, waited = told["send"]
+    if "send" in describe_step:
+        collective, axes, sent, waited = describe_step["send"]
         latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
         if waited:
             streams, spent = (COMPUTE, mesh.show(axes)), {MEETING: latency, WAITED: sent * per_byte}
         else:
             name = HIDDEN if collective == "all_reduce" else HIDDEN_ROWS
             streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
-    elif "update" in told:
+    elif "update" in describe_step:
         spent = {UPDATE: 0.0, LAUNCH: 0.0}
-        for elements, itemsize in told["update"]:
+        for elements, itemsize in describe_step["update"]:
             whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
             spent[UPDATE] += float(whole) - launch
             spent[LAUNCH] += launch
-    elif "add" in told:
-        share, sizes = told["add"]
+    elif "add" in describe_step:
+        share, sizes = describe_step["add"]
         whole = share * math.fsum(float(adding_seconds(size, cluster)) for size in sizes)
         spent = {LAUNCH: share * STARTS * launch * len(sizes)}
         spent["memory"] = whole - spent[LAUNCH]
-    elif "work" in told:
-        name, dtype, flops, moved, launches = told["work"]
+    elif "work" in describe_step:
+        name, dtype, flops, moved, launches = describe_step["work"]
         one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
         whole = float(seconds(one, cluster.device, cluster.measured)[0])
         spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
-    return Task(told["name"], streams, math.fsum(spent.values()), tuple(told["after"]), told["phase"]), spent
+    return Task(
+        describe_step["name"],
+        streams,
+        math.fsum(spent.values()),
+        tuple(describe_step["after"]),
+        describe_step["phase"],
+    ), spent
 
 
 DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"
@@ -225,7 +231,7 @@ def rows(ranks: int) -> dict[str, Row]:
 
 
 def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, Any]]:
-    """Seconds of a step of the slowest rank, and what is in it: see `told`."""
+    """Seconds of a step of the slowest rank, and what is in it: see `describe_step`."""
     (model, batch, _), captured = _captured(row.model, bench.ranks, bench.device)
     mesh = bench.comm.mesh
     parts = lower(captured, plan(captured, mesh, row))
@@ -239,7 +245,7 @@ def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, 
     for _ in range(2):
         step(flat)
     taken = bench.joint_seconds(lambda: step(flat), pace.step_seconds)
-    return [Point(1.0, taken)], told(parts, neighbours(mesh.size))
+    return [Point(1.0, taken)], describe_step(parts, neighbours(mesh.size))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshwright.calibrate import links, operators, overlap
 from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.plan import PACES, POST, WAITED, Found, Pace, Point
+from meshwright.calibrate.plan import PACES, POST, WAITED, MeasuredRow, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import Mesh
@@ -53,7 +53,7 @@ def look(
 ) -> list[str]:
     """Measure every row once, then those that were disturbed again, as long as there is time: what disturbs has often
     passed by then. Of each row the quietest attempt counts. The rows for which there was no time at all."""
-    found: dict[str, Found] = {}
+    found: dict[str, MeasuredRow] = {}
     took: dict[str, float] = {}
     for attempt in range(pace.attempts):
         for name, measure in rows.items():
@@ -107,12 +107,12 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
             yield name, lambda row=row: steps.measure(bench, row, pace)
 
 
-def measured(bench: Bench, name: str, measure: Measure) -> Found:
+def measured(bench: Bench, name: str, measure: Measure) -> MeasuredRow:
     """A row between two probes."""
     before = unrest(bench)
     points, about = measure()
     points = tuple(points)
-    return Found(name, points, max(before, unrest(bench)), about=about)
+    return MeasuredRow(name, points, max(before, unrest(bench)), about=about)
 
 
 def machine(bench: Bench) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from meshwright.capture.left import Left
 from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
-from meshwright.capture.values import HOOKS, SCALARS, Found, differs, find
+from meshwright.capture.values import HOOKS, SCALARS, ReadValues, differs, find
 from meshwright.errors import CaptureError
 
 STORES = ("_parameters", "_buffers", "_modules", *HOOKS)
@@ -238,7 +238,7 @@ def _outside(what: str, where: str) -> CaptureError:
     return CaptureError(f"{said} while the loss runs", why=ONCE.format(why), where=where, hint=hint)
 
 
-def _suspects(found: Found) -> dict[types.CodeType, dict[int, str]]:
+def _suspects(found: ReadValues) -> dict[types.CodeType, dict[int, str]]:
     """Return, for code of the user, the lines with side effects they may have."""
     lines: dict[types.CodeType, dict[int, str]] = {}
     for function in found.functions:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.capture.reads import codes, of_library
-from meshwright.capture.values import Found
+from meshwright.capture.values import ReadValues
 
 NOTE = "{} is there within a step alone, and not after it: to have it beside the loss return (loss, outputs)"
 
@@ -22,7 +22,7 @@ NOTE = "{} is there within a step alone, and not after it: to have it beside the
 class Left:
     """Watches one pass of a model."""
 
-    def __init__(self, model: torch.nn.Module, found: Found) -> None:
+    def __init__(self, model: torch.nn.Module, found: ReadValues) -> None:
         self.model = model
         self.names = {
             step.argval

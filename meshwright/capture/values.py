@@ -62,7 +62,7 @@ class Owner:
 
 
 @dataclass
-class Found:
+class ReadValues:
     """The values that a capture may read: `items` by label, and the objects that contain them.
 
     `names` are those in the user's code, `functions` the user's.
@@ -88,7 +88,7 @@ class Found:
     pieces: set[str] = field(default_factory=set)
 
 
-def find(model: torch.nn.Module | None, loss: Callable[..., Any], own: Collection[int]) -> Found:
+def find(model: torch.nn.Module | None, loss: Callable[..., Any], own: Collection[int]) -> ReadValues:
     """Return all that a capture of ``loss(model, batch)`` may read.
 
     `own`: the ids of tensors that are program inputs.
@@ -195,7 +195,7 @@ class _Finder:
 
     def __init__(self, own: Collection[int], known: Collection[str], texts: Collection[str]) -> None:
         self.own, self.known, self.texts = own, known, texts
-        self.found = Found()
+        self.found = ReadValues()
         self.seen: dict[int, Any] = {}
         self.kinds: set[type] = set()
         self.followed: set[int] = set()
@@ -545,7 +545,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 __all__ = [
-    "Found",
+    "ReadValues",
     "Item",
     "Owner",
     "address",

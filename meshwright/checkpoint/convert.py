@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import meshwright
-from meshwright.checkpoint.folder import commit, synced, write_whole
+from meshwright.checkpoint.folder import commit, synced, write_atomically
 from meshwright.checkpoint.index import MODEL, NAME, PLAN, Entry, FileNote, Index, Part, key_of, to_text
 from meshwright.checkpoint.ownership import parts_of
 from meshwright.checkpoint.safetensors_io import ITEM_BYTES, Tensor, cannot_write, write
@@ -168,7 +168,7 @@ def _to_hugging_face(index: Index, folder: Path, file_bytes: int, told: Told) ->
     where = {n[len(MODEL) :]: file for file, names in zip(files, groups, strict=True) for n in names}
     total = sum(index.tensors[n].size_bytes for names in groups for n in names)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-    write_whole(folder / SPREAD, text + "\n")
+    write_atomically(folder / SPREAD, text + "\n")
     return (*files, SPREAD)
 
 
@@ -220,7 +220,7 @@ def _to_sharded(index: Index, folder: Path, file_bytes: int, told: Told) -> tupl
     )
     if (index.folder / PLAN).is_file():
         shutil.copyfile(index.folder / PLAN, temporary / PLAN)
-    write_whole(temporary / NAME, to_text(made))
+    write_atomically(temporary / NAME, to_text(made))
     commit(temporary, final)
     return (f"{final.name}{os.sep}{file}",)
 

@@ -44,7 +44,7 @@ def newest(path: Path) -> Path:
     named = _named(path)
     if named is not None and (named / NAME).is_file():
         return named
-    found = whole_ones(path)
+    found = complete_checkpoints(path)
     if found:
         return found[0]
     begun = [p.name for p in path.glob(f"{UNFINISHED}*")] if path.is_dir() else []
@@ -80,7 +80,7 @@ def _named(path: Path) -> Path | None:
     return path / name if name else None
 
 
-def whole_ones(path: Path) -> list[Path]:
+def complete_checkpoints(path: Path) -> list[Path]:
     """List the complete checkpoints of a folder, the newest first. Links out of the folder are skipped."""
     there = path.glob(f"{PREFIX}*") if path.is_dir() else ()
     found = (p for p in there if (p / NAME).is_file() and not leads_away(p))
@@ -92,7 +92,7 @@ def in_turn(path: Path) -> list[Path]:
     single checkpoint, list that one. Raises CheckpointError if the path exists and is not a folder."""
     if (path.exists() and not path.is_dir()) or (path / NAME).is_file():
         return [newest(path)]
-    found = whole_ones(path)
+    found = complete_checkpoints(path)
     named = _named(path)
     first = named if named in found else found[0] if found else None
     return sorted(found, key=lambda p: p != first)
@@ -158,7 +158,7 @@ def begin(path: Path, step: int, word: str) -> tuple[Path, Path]:
     return temporary, final
 
 
-def write_whole(path: Path, text: str, *, lasts: bool = True) -> None:
+def write_atomically(path: Path, text: str, *, lasts: bool = True) -> None:
     """Write a small file atomically. With `lasts` False the file need not reach the disk, as nothing reads it before
     the checkpoint is complete. Raises OSError."""
     beside = path.with_name(f".{path.name}.new")
@@ -181,7 +181,7 @@ def commit(temporary: Path, final: Path) -> None:
     If only the second rename reaches the disk, `newest` takes the previous checkpoint."""
     synced(temporary)
     temporary.rename(final)
-    write_whole(final.parent / LATEST, f"{final.name}\n")
+    write_atomically(final.parent / LATEST, f"{final.name}\n")
     synced(final.parent)
 
 
@@ -205,7 +205,7 @@ def prune(path: Path, keep: int | None) -> None:
 
 def _beyond(path: Path, keep: int | None) -> Iterator[Path]:
     if keep is not None:
-        yield from whole_ones(path)[keep:]
+        yield from complete_checkpoints(path)[keep:]
 
 
 __all__ = [
@@ -219,6 +219,6 @@ __all__ = [
     "passed_over",
     "prune",
     "synced",
-    "whole_ones",
-    "write_whole",
+    "complete_checkpoints",
+    "write_atomically",
 ]

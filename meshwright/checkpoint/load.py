@@ -17,7 +17,7 @@ import torch
 from meshwright import heartbeat
 from meshwright.checkpoint.agree import confirm, from_first
 from meshwright.checkpoint.fill import check_met, fill
-from meshwright.checkpoint.folder import as_path, in_turn, passed_over, whole_ones
+from meshwright.checkpoint.folder import as_path, complete_checkpoints, in_turn, passed_over
 from meshwright.checkpoint.index import MODEL, RANDOM, STATE, Index
 from meshwright.checkpoint.match import as_named_here, check_model, check_optimizer, saved_name
 from meshwright.checkpoint.rng import begun_anew, set_random_state
@@ -153,7 +153,7 @@ def _together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
 
 def _with_way_out(error: MeshwrightError, path: Path) -> MeshwrightError:
     """Of a damaged checkpoint that is not the only one, an error that names the one before."""
-    others = whole_ones(path)[1:] if isinstance(error, DamagedError) else []
+    others = complete_checkpoints(path)[1:] if isinstance(error, DamagedError) else []
     if not others:
         return error
     return DamagedError(

@@ -97,7 +97,7 @@ def read_weights(
 ) -> dict[str, torch.Tensor]:
     """Input → this rank's shard of it, of those that the checkpoint has and that the rank holds. Every part that is
     read is checked before. Collective. Raises CheckpointError on all ranks."""
-    pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
+    pipe = Pipeline(parts, comm, training=False) if parts.requested.stages else None
     mine, inside = (parts, comm) if pipe is None else (pipe.parts, pipe.comm)
     layouts, mesh, rank, index = mine.resharded.layouts, inside.mesh, inside.rank, weights.index
     entries = {i.name: i for i in mine.resharded.graph.inputs}

@@ -25,7 +25,7 @@ import meshwright
 from meshwright import heartbeat
 from meshwright.checkpoint import safetensors_io as tensor_file
 from meshwright.checkpoint.agree import packed, unpacked
-from meshwright.checkpoint.folder import commit, prune, write_whole
+from meshwright.checkpoint.folder import commit, prune, write_atomically
 from meshwright.checkpoint.index import NAME, PLAN, Entry, FileNote, Index, Part, to_text
 from meshwright.checkpoint.step_state import merged
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -86,13 +86,13 @@ class Job:
         being empty."""
         path = self.temporary / f"rank{self.rank:05d}.json"
         try:
-            write_whole(path, json.dumps(note), lasts=False)
+            write_atomically(path, json.dumps(note), lasts=False)
         except OSError as error:
             self.problem = self.problem or tensor_file.cannot_write(path, error)
             with contextlib.suppress(OSError):
                 path.with_suffix(".safetensors").unlink(missing_ok=True)
                 try:
-                    write_whole(path, json.dumps({"problem": packed(self.problem)}), lasts=False)
+                    write_atomically(path, json.dumps({"problem": packed(self.problem)}), lasts=False)
                 except OSError:
                     path.touch()
 
@@ -130,8 +130,8 @@ class Job:
 
     def _commit(self, notes: list[dict[str, Any]]) -> None:
         index = _index(self.final, notes, self.ties)
-        write_whole(self.temporary / PLAN, self.plan)
-        write_whole(self.temporary / NAME, to_text(index))
+        write_atomically(self.temporary / PLAN, self.plan)
+        write_atomically(self.temporary / NAME, to_text(index))
         for number in range(self.world):
             (self.temporary / f"rank{number:05d}.json").unlink()
         commit(self.temporary, self.final)
@@ -141,7 +141,7 @@ class Job:
         for path in self.temporary.glob("*"):
             path.unlink(missing_ok=True)
         try:
-            write_whole(self.temporary / OUTCOME, packed(problem))
+            write_atomically(self.temporary / OUTCOME, packed(problem))
         except OSError:
             shutil.rmtree(self.temporary, ignore_errors=True)
         if self.world == 1:

@@ -148,7 +148,7 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meshwright.calibrate.plan import Found
+    from meshwright.calibrate.plan import MeasuredRow
     from meshwright.calibrate.result import calibration, count
 
     if not events or "end" not in events[-1]:
@@ -157,7 +157,9 @@ def _write(events: list[dict[str, Any]], output: Path, quick: bool) -> None:
             hint="meshwright calibrate --log-dir logs, and look there",
         )
     machine = events[0]["machine"]
-    rows = {e["row"]: Found.of(e) for e in events if "row" in e}  # of a row that was measured again, the last
+    rows = {
+        e["row"]: MeasuredRow.of(e) for e in events if "row" in e
+    }  # of a row that was measured again, the last
     found = calibration(machine, list(rows.values()))
     note = found.note + ("\nA quick look: not for planning." if quick else "")
     table = Table(

@@ -168,7 +168,7 @@ def _planned_again(
     import meshwright as mw
     from meshwright.remarks import shown_elsewhere
 
-    given = {**base.plan.techniques.asked(), **asked}
+    given = {**base.plan.techniques.non_defaults(), **asked}
     stages = asked.get("pipeline", 1)  # on ranks of their own
     with shown_elsewhere():
         plan = mw.plan(

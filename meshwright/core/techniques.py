@@ -211,7 +211,7 @@ class Techniques:
         """Return the user's options, without those that a search chose."""
         return Techniques(**{name: getattr(self, name) for name in self.given}, given=self.given)
 
-    def asked(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Return all options that differ from their defaults, as plain data for a plan file."""
         given = {n: getattr(self, n) for n in TECHNIQUES if getattr(self, n) != getattr(NONE, n)}
         if "recompute" in given and isinstance(self.recompute, tuple):
@@ -271,7 +271,7 @@ class Techniques:
         return -1
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.asked().items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.non_defaults().items())
 
 
 NONE = Techniques()
@@ -341,7 +341,7 @@ def techniques_from(given: Mapping[str, Any]) -> Techniques:
     return Techniques(**values, given=frozenset(values))
 
 
-def asked_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
+def options_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
     """The record of options that are given where a plan may be given too. Raises PlanError for both at once."""
     if plan is not None and given:
         raise PlanError(
@@ -364,7 +364,7 @@ __all__ = [
     "Options",
     "Technique",
     "Techniques",
-    "asked_beside",
+    "options_beside",
     "matches",
     "matches_module",
     "ranges",

@@ -25,7 +25,7 @@ from meshwright.core.techniques import Options
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, forward_step
-from meshwright.generate.cache import SLOTS, Held, layers_of, names, padded_length
+from meshwright.generate.cache import SLOTS, RankCache, layers_of, names, padded_length
 from meshwright.generate.shell import (
     SLIDING,
     check_equal,
@@ -99,7 +99,7 @@ class Generator:
         ahead = how.get("max_new_tokens", config.max_new_tokens)
         if ahead is None:
             ahead = (how.get("max_length", config.max_length) or 0) - input_ids.shape[1]
-        how = moved({**how, "past_key_values": Held(max(int(ahead), 1))}, self._device)
+        how = moved({**how, "past_key_values": RankCache(max(int(ahead), 1))}, self._device)
         with self.first.access.inside(), draws_of_first(self.first.local.world, self._device):
             found = self._shell.generate(input_ids.to(self._device), **how)
         return found.to(input_ids.device) if isinstance(found, torch.Tensor) else found
@@ -107,7 +107,7 @@ class Generator:
     # ------------------------------------------------------------ what transformers' loop calls
 
     def _next(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Held
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: RankCache
     ) -> torch.Tensor:
         """Logits [batch, 1, vocabulary] of the last token; the cache has the new ones then."""
         batch, count = ids.shape
@@ -164,7 +164,7 @@ class Generator:
     def _prefill(self, batch: int, length: int) -> ForwardStep:
         return self._program("prompts", batch, length, lambda: self._example(batch, length, length))
 
-    def _decode(self, batch: int, cache: Held) -> ForwardStep:
+    def _decode(self, batch: int, cache: RankCache) -> ForwardStep:
         def example() -> dict[str, Any]:
             made = self._example(batch, 1, cache.slots)
             made["here"] = torch.zeros(batch, 1, cache.slots, 1, dtype=torch.bool)

@@ -36,7 +36,7 @@ def names(layers: int) -> list[str]:
 
 
 @dataclass
-class Held:
+class RankCache:
     """The part of the key-value cache that a rank holds between calls. transformers' loop only queries its number of
     tokens.
 
@@ -143,4 +143,4 @@ def layers_of(batch: Mapping[str, Any], count: int) -> list[Any]:
     return [kind(old, batch["here"]) for old in zip(batch["keys"], batch["values"], strict=True)]
 
 
-__all__ = ["SLOTS", "Held", "layers_of", "names", "padded_length"]
+__all__ = ["SLOTS", "RankCache", "layers_of", "names", "padded_length"]

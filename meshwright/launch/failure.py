@@ -58,13 +58,13 @@ def first(ends: Sequence[RankEnd]) -> RankEnd:
     counts, and the exit code is the one that it was about to return.
     """
 
-    def blame(end: RankEnd) -> tuple[int, int, int]:
+    def order(end: RankEnd) -> tuple[int, int, int]:
         text = tail(end.log)
         quiet = end.stopped and not final_error(text)
         written = end.log.stat().st_mtime_ns if end.log.exists() else 0
         return (2 if quiet else 1 if lost_a_peer(text) else 0, written, end.rank)
 
-    end = min(ends, key=blame)
+    end = min(ends, key=order)
     raised = end.stopped and end.exit_code < 0 and final_error(tail(end.log))
     return dataclasses.replace(end, exit_code=1) if raised else end
 

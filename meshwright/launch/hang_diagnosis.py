@@ -40,7 +40,7 @@ class Finding:
     lines: tuple[str, ...]
 
 
-def blame(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
+def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
     """Diagnose which rank hangs after all ranks have been idle for `seconds`. None if no rank waits for another, as a
     script may be busy with its own work. `now`: on the clock of the records."""
     world = len(states)
@@ -188,4 +188,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-__all__ = ["Finding", "State", "blame", "differ"]
+__all__ = ["Finding", "State", "diagnose", "differ"]

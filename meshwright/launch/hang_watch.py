@@ -22,7 +22,7 @@ from meshwright.errors import LaunchError
 from meshwright.heartbeat.reader import computes, read
 from meshwright.heartbeat.record import ENDED, stack_signal
 from meshwright.launch import reaper
-from meshwright.launch.hang_diagnosis import Finding, State, blame, differ
+from meshwright.launch.hang_diagnosis import Finding, State, diagnose, differ
 
 LOOK_SECONDS = 1.0  # between two looks, at most
 STACK_SECONDS = 2.0  # how long a rank may take to write its stacks
@@ -44,7 +44,7 @@ class Process:
 
     @property
     def word(self) -> str:
-        """As `blame.State` has it."""
+        """As `diagnose.State` has it."""
         return {"T": "stopped", "t": "stopped", "": "gone", "Z": "gone", "X": "gone"}.get(
             self.state, "running"
         )
@@ -96,7 +96,7 @@ class Watch:
             if marks != last or any(u - c >= least for u, c in zip(used, cpu, strict=True)):
                 last, cpu, since = marks, used, now
             elif now - since >= self.seconds:
-                finding = blame(self._states(), now - since, now)
+                finding = diagnose(self._states(), now - since, now)
                 if finding is not None:
                     self.found = self._error(finding)
                     reaper.sweep(self.run_id)

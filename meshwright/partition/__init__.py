@@ -19,7 +19,7 @@ from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import full_batch_readers
 from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import SavedActivation
-from meshwright.partition.backward_demand import Askers
+from meshwright.partition.backward_demand import FirstReaders
 from meshwright.partition.insert_reshards import Resharded, insert_reshards
 from meshwright.partition.interleave import STARTED, SUMMED, original
 from meshwright.partition.localize import localize_graph
@@ -40,21 +40,20 @@ NO_COPIES: Mapping[str, int] = {}
 class Partition:
     """A partitioned graph: `resharded` is common to all ranks, and `local(rank)` returns the program of one.
 
-    - `asked` is the plan as passed in. `plan` equals it, but with micro-batches its mesh has an axis in time, on which
-      strategies and layouts are split too; a "rank" of that mesh is a rank in a micro-batch.
+    - `requested` is the plan as passed in. `plan` equals it, but with micro-batches its mesh has an axis in time, over
+      which strategies and layouts are split too; a "rank" of that mesh is a rank in a micro-batch.
     - `activations` maps values to how they are saved for backward, if sharded or in host memory.
     - `again` maps each operator, reshard or transfer that backward recomputes to the nodes whose backward needs it
-    first
-      (`backward_demand.py`).
+      first (`backward_demand.py`).
     - `own`: if stages have separate meshes, the partitions of all places of the pipeline; this is the first of them.
     """
 
     plan: Plan
     factors: Factors
     resharded: Resharded
-    asked: Plan
+    requested: Plan
     activations: Mapping[str, SavedActivation] = field(default_factory=dict)
-    again: Mapping[str, Askers] = field(default_factory=dict)
+    again: Mapping[str, FirstReaders] = field(default_factory=dict)
     own: tuple[Partition, ...] = ()
 
     def of_place(self, place: PipelineRank) -> Partition:
@@ -68,7 +67,7 @@ class Partition:
     @property
     def ranks(self) -> Mesh:
         """The mesh of the ranks that run it; in a pipeline, of those that share a stage."""
-        return self.asked.mesh
+        return self.requested.mesh
 
     @property
     def micro_batches(self) -> int:
@@ -78,14 +77,14 @@ class Partition:
     @property
     def copies(self) -> int:
         """The number of half-batches that are interleaved in one program."""
-        return self.asked.techniques.interleave
+        return self.requested.techniques.interleave
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the "ranks" of the plan's mesh that stand for a rank in each micro-batch."""
         return tuple(micro_batch * self.ranks.size + rank for micro_batch in range(self.micro_batches))
 
     @functools.cached_property
-    def fetched(self) -> dict[str, Askers]:
+    def fetched(self) -> dict[str, FirstReaders]:
         """The nodes that need each transfer of an offloaded parameter first, as in `again`."""
         brought = (n.name for n in self.resharded.graph.nodes if is_fetch(n))
         return {name: self.again[name] for name in brought if name in self.again}
@@ -175,7 +174,7 @@ def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partiti
     plan.check_cuts(factors)
     if plan.own:
         own = tuple(_one(graph, factors, one, prices) for one in plan.own)
-        return replace(own[0], asked=plan, own=own)
+        return replace(own[0], requested=plan, own=own)
     return _one(graph, factors, plan, prices)
 
 

@@ -17,7 +17,7 @@ from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.ops.saved import saved
-from meshwright.partition.backward_demand import Askers, asked_within
+from meshwright.partition.backward_demand import FirstReaders, demand_within
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.interleave import named
 from meshwright.partition.recompute import readers_alike
@@ -35,8 +35,8 @@ class SavedActivation:
     """How one activation is saved.
 
     `slices` compute this rank's shard, and `gather` the value from it; both are empty if it is not sharded. `host`: in
-    host memory. `asked`: the nodes whose backward needs it first (`backward_demand.py`): one in a local program, one of
-    each stage in a pipeline.
+    host memory. `needed_by`: the nodes whose backward needs it first (`backward_demand.py`): one in a local program,
+    one of each stage in a pipeline.
     """
 
     value: str
@@ -44,11 +44,11 @@ class SavedActivation:
     host: bool
     slices: tuple[Step, ...] = ()
     gather: tuple[Step, ...] = ()
-    asked: Askers = ()
+    needed_by: FirstReaders = ()
 
 
 def saved_activations_of(
-    resharded: Resharded, plan: Plan, asked: Mapping[str, Askers], even: bool
+    resharded: Resharded, plan: Plan, asked: Mapping[str, FirstReaders], even: bool
 ) -> dict[str, SavedActivation]:
     """Return how values are saved, by name.
 
@@ -135,12 +135,12 @@ def activations_in(
     """Return those of a local program or stage, by their names in a program of so many half-batches."""
     if copies > 1:
         activations = {
-            named(v, c): replace(s, asked=tuple(named(node, c) for node in s.asked))
+            named(v, c): replace(s, needed_by=tuple(named(node, c) for node in s.needed_by))
             for v, s in activations.items()
             for c in range(copies)
         }
-    asked = asked_within({v: s.asked for v, s in activations.items()}, graph)
-    return {v: replace(activations[v], asked=(node,)) for v, node in asked.items()}
+    asked = demand_within({v: s.needed_by for v, s in activations.items()}, graph)
+    return {v: replace(activations[v], needed_by=(node,)) for v, node in asked.items()}
 
 
 def runs_of(graph: Graph, activations: Mapping[str, SavedActivation]) -> list[list[str]]:

@@ -17,22 +17,22 @@ from meshwright.partition.recompute import VIEWS
 
 DROPOUT = "meshwright.dropout"
 # The nodes whose backward needs something first: one of each stage that does, the last one first.
-Askers = tuple[str, ...]
+FirstReaders = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class BackwardDemand:
     """The nodes that first need each value, and each recomputed operator or reshard."""
 
-    values: Mapping[str, Askers] = field(default_factory=dict)
-    again: Mapping[str, Askers] = field(default_factory=dict)
+    values: Mapping[str, FirstReaders] = field(default_factory=dict)
+    again: Mapping[str, FirstReaders] = field(default_factory=dict)
 
 
-def asked_of(
+def demand_of(
     resharded: Resharded,
     again: Collection[str],
     where: Mapping[str, frozenset[int]] | None = None,
-) -> Asked:
+) -> BackwardDemand:
     """Return which nodes need what. `again`: recomputed operators; `where`: the pipeline stages of each node."""
     nodes = resharded.graph.nodes
     stages: dict[int, list[int]] = {} if where is not None else {0: list(range(len(nodes)))}
@@ -40,10 +40,12 @@ def asked_of(
         for stage in where[node.name] if where is not None else ():
             stages.setdefault(stage, []).append(place)
     walks = [_Walk(resharded, again, places) for _, places in sorted(stages.items(), reverse=True)]
-    return Asked(*(_joined(nodes, found) for found in ([w.values for w in walks], [w.again for w in walks])))
+    return BackwardDemand(
+        *(_joined(nodes, found) for found in ([w.values for w in walks], [w.again for w in walks]))
+    )
 
 
-def _joined(nodes: Sequence[Node], found: Sequence[Mapping[str, int]]) -> dict[str, Askers]:
+def _joined(nodes: Sequence[Node], found: Sequence[Mapping[str, int]]) -> dict[str, FirstReaders]:
     places: dict[str, set[int]] = {}
     for one in found:
         for name, place in one.items():
@@ -98,7 +100,7 @@ class _Walk:
         return at if node.op == DROPOUT else made  # a mask is drawn from nothing
 
 
-def asked_within(asked: Mapping[str, Askers], graph: Graph) -> dict[str, str]:
+def demand_within(asked: Mapping[str, FirstReaders], graph: Graph) -> dict[str, str]:
     """Return, by name, the node whose backward needs a value first, in a local program or stage.
 
     Values that the program does not have, or does not need, are left out.
@@ -113,4 +115,4 @@ def asked_within(asked: Mapping[str, Askers], graph: Graph) -> dict[str, str]:
     return found
 
 
-__all__ = ["Asked", "Askers", "asked_of", "asked_within"]
+__all__ = ["BackwardDemand", "FirstReaders", "demand_of", "demand_within"]

@@ -15,7 +15,7 @@ from meshwright.ops.collectives import kernel_collectives
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import summed_first
 from meshwright.partition.activation_offload import SavedActivation, activations_in
-from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.insert_reshards import RESHARD, backward_itemsize, parse_steps
 from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, how_often
 from meshwright.partition.overlap import members_of
@@ -109,7 +109,7 @@ def in_micro_batches(
 ) -> list[Collective]:
     """Return a rank's collectives in all micro-batches. `local`: its program of the first, or a stage of it."""
     mesh, activations = parts.plan.mesh, activations_in(parts.activations, local)
-    remade = asked_within(parts.again, local)
+    remade = demand_within(parts.again, local)
 
     def again(name: str) -> bool:
         return parts.stands_for(name) in remade or name in remade

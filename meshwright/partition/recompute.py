@@ -53,7 +53,7 @@ def readers_alike(
     mesh: Mesh,
 ) -> tuple[bool, bool]:
     """Return whether autograd saves a value, or a view of it, for one of its readers, and whether all ranks agree."""
-    if not alike(layouts[value], mesh):
+    if not has_even_blocks(layouts[value], mesh):
         return False, False
     wanted, todo, seen = False, [value], set[str]()
     while todo:
@@ -67,7 +67,7 @@ def readers_alike(
                 grads = [use in graph.needs_grad for use in node.uses]
                 kept = saved(node, graph.types, grads).inputs
                 wanted |= any(node.needs_grad) and port in kept
-            if same is None or not all(alike(layout, mesh) for layout in mine):
+            if same is None or not all(has_even_blocks(layout, mesh) for layout in mine):
                 return wanted, False
             if same and node.name not in seen:
                 seen.add(node.name)
@@ -84,7 +84,7 @@ def _in_place(pair: Reshard) -> bool | None:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def alike(layout: TensorLayout, mesh: Mesh) -> bool:
+def has_even_blocks(layout: TensorLayout, mesh: Mesh) -> bool:
     """Return whether every rank holds the same number of elements along each split dim, or at least two."""
     for dim in layout.dims:
         for sub in leaves(dim):

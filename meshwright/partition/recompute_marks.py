@@ -16,9 +16,9 @@ from meshwright.core.graph import MOVES, RESHARD, Graph, Node
 from meshwright.ops.collectives import site_collectives
 from meshwright.ops.factors import Factors
 from meshwright.partition.activation_offload import SavedActivation, saved_activations_of
-from meshwright.partition.backward_demand import Askers, asked_of
+from meshwright.partition.backward_demand import FirstReaders, demand_of
 from meshwright.partition.insert_reshards import Resharded
-from meshwright.partition.recompute import alike
+from meshwright.partition.recompute import has_even_blocks
 from meshwright.partition.stages import places
 from meshwright.plan.plan import Plan
 
@@ -50,7 +50,7 @@ def with_keeps(resharded: Resharded, factors: Factors, plan: Plan) -> Resharded:
 
 def settled(
     resharded: Resharded, plan: Plan
-) -> tuple[Resharded, dict[str, SavedActivation], Mapping[str, Askers]]:
+) -> tuple[Resharded, dict[str, SavedActivation], Mapping[str, FirstReaders]]:
     """Return three things that follow from what backward needs.
 
     They are the program, without recompute marks on reshards that backward never needs; the activations that are saved
@@ -61,10 +61,10 @@ def settled(
         return resharded, {}, {}
     again = {n.name for n in graph.nodes if any(resharded.keeps.get(v) == AGAIN for v in n.values)}
     where = places(graph, {**plan.stages, **resharded.borders}) if plan.stages else None
-    asked = asked_of(resharded, again, where)
+    asked = demand_of(resharded, again, where)
     even = made_alike(resharded, again, plan)
     activations = saved_activations_of(resharded, plan, asked.values, even)
-    nodes = (_unasked(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
+    nodes = (_without_demand(n) if n.op == RESHARD and n.name not in asked.again else n for n in graph.nodes)
     return replace(resharded, graph=replace(graph, nodes=tuple(nodes))), activations, asked.again
 
 
@@ -74,12 +74,12 @@ def without_keeps(resharded: Resharded, plan: Plan) -> Resharded:
 
     def kept(node: Node) -> Node:
         mine = node.op == RESHARD and node.kwarg("again") and _root(node, graph) not in plan.again
-        return _unasked(node) if mine else node
+        return _without_demand(node) if mine else node
 
     return replace(resharded, graph=replace(graph, nodes=tuple(map(kept, graph.nodes))), keeps={})
 
 
-def _unasked(node: Node) -> Node:
+def _without_demand(node: Node) -> Node:
     """Return a reshard without its recompute mark."""
     kwargs = tuple(k for k in node.kwargs if k[0] != "again")
     return node if kwargs == node.kwargs else replace(node, kwargs=kwargs)
@@ -112,7 +112,7 @@ def made_alike(resharded: Resharded, again: Collection[str], plan: Plan) -> bool
             layouts = (*ports.inputs, *ports.outputs)
         else:
             layouts = (resharded.layouts[name],)
-        if not all(alike(layout, plan.mesh) for layout in layouts):
+        if not all(has_even_blocks(layout, plan.mesh) for layout in layouts):
             return False
     return True
 

@@ -16,7 +16,7 @@ from meshwright.partition.interleave import original
 from meshwright.partition.sharded_update import update_layout
 from meshwright.pipeline.messages import Message
 from meshwright.redistribute import Prices
-from meshwright.redistribute.across_meshes import Laid, Route
+from meshwright.redistribute.across_meshes import MeshLayout, Route
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class Routes:
             return None
         maker, reader = (self._laid(message, self.places[s]) for s in (message.maker, message.reader))
         there, here = (reader, maker) if message.back else (maker, reader)
-        return _cheapest(there, here, self._itemsize(message), self.every.asked.prices, self._link)
+        return _cheapest(there, here, self._itemsize(message), self.every.requested.prices, self._link)
 
     @property
     def _link(self) -> str:
         """The level of the cluster between places, where one is known."""
-        return self.every.asked.ranks.axes[0].link
+        return self.every.requested.ranks.axes[0].link
 
     def _itemsize(self, message: Message) -> int:
         value = original(message.value, self.copy_of.get(message.value, 0))
         return DTYPES[self.every.resharded.graph.types[value].dtype]
 
-    def _laid(self, message: Message, place: PipelineRank) -> Laid:
+    def _laid(self, message: Message, place: PipelineRank) -> MeshLayout:
         parts, copy = self.every.of_place(place), self.copy_of.get(message.value, 0)
         layout = parts.resharded.layouts[original(message.value, copy)]
         number = message.micro_batch * parts.copies + copy
-        return Laid(TensorLayout(layout.dims), parts.plan.mesh, number)
+        return MeshLayout(TensorLayout(layout.dims), parts.plan.mesh, number)
 
-    def updated(self, name: str, place: PipelineRank) -> Laid:
+    def updated(self, name: str, place: PipelineRank) -> MeshLayout:
         """How the ranks of a place hold the gradient of a parameter, when it is there."""
         parts = self.every.of_place(place)
         entry = next(i for i in parts.resharded.graph.inputs if i.name == name)
-        return Laid(TensorLayout(update_layout(parts, entry).dims), parts.ranks)
+        return MeshLayout(TensorLayout(update_layout(parts, entry).dims), parts.ranks)
 
     def sends(self, message: Message, rank: int) -> int:
         """To how many ranks one of the sender's sends a message."""
@@ -76,13 +76,13 @@ class Routes:
 
     def passing_seconds(self, message: Message) -> float:
         """Return the seconds in which receivers pass on to one another what each has received."""
-        route, prices = self.of(message), self.every.asked.prices
+        route, prices = self.of(message), self.every.requested.prices
         if route is None or route.parts is None or prices is None:
             return 0.0
         return _passing(route.parts, route.here, self._itemsize(message), prices)
 
 
-def _cheapest(there: Laid, here: Laid, itemsize: int, prices: Prices | None, link: str) -> Route:
+def _cheapest(there: MeshLayout, here: MeshLayout, itemsize: int, prices: Prices | None, link: str) -> Route:
     """The way by which a tensor is there first: from the senders to all receivers, or to each a part that it passes on.
     Where nobody knows what links cost, to all. All micro-batches go one way, that of the first."""
     cut = None
@@ -93,7 +93,9 @@ def _cheapest(there: Laid, here: Laid, itemsize: int, prices: Prices | None, lin
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _passed_on(there: Laid, here: Laid, itemsize: int, prices: Prices, link: str) -> TensorLayout | None:
+def _passed_on(
+    there: MeshLayout, here: MeshLayout, itemsize: int, prices: Prices, link: str
+) -> TensorLayout | None:
     """The layout of the parts that receivers pass on to one another; None where all comes as quickly."""
     cut = sliced(here.layout, here.mesh)
     latency, rate = prices.row("all_gather", link)
@@ -105,7 +107,7 @@ def _passed_on(there: Laid, here: Laid, itemsize: int, prices: Prices, link: str
     return cut if spared > _passing(parts, here, itemsize, prices) else None
 
 
-def _passing(parts: Laid, here: Laid, itemsize: int, prices: Prices) -> float:
+def _passing(parts: MeshLayout, here: MeshLayout, itemsize: int, prices: Prices) -> float:
     """Seconds of a gather of parts over the axes on which they are parts, of the rank that holds most."""
     axes = [a for a in parts.layout.split_axes if a not in here.layout.split_axes]
     received = math.prod(here.shape(0)) - math.prod(parts.shape(0))

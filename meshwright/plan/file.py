@@ -56,7 +56,7 @@ def write(plan: Mapping[str, Any], left_out: Collection[str] = ()) -> str:
     }
     if plan["world"] is not None:
         head["world"] = _mesh_data(plan["world"])
-    if asked := plan["techniques"].asked():
+    if asked := plan["techniques"].non_defaults():
         head["techniques"] = asked
     if plan["turns"] != TURNS[0]:
         head["turns"] = plan["turns"]

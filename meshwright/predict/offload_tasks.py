@@ -21,7 +21,7 @@ from meshwright.partition.activation_offload import (
     room_bytes,
     settled_before,
 )
-from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.interleave import in_copies, named
 from meshwright.partition.parameter_offload import fetch_runs
 from meshwright.predict.bucket_tasks import Item
@@ -74,7 +74,7 @@ class ActivationTasks:
         self.settled = settled_before(program, activations)
         self.asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         for value, activation in self.moved.items():
-            self.asked.setdefault(activation.asked[0], []).append(value)
+            self.asked.setdefault(activation.needed_by[0], []).append(value)
         self._leaving: deque[tuple[int, str]] = deque()  # (task, value)
         self._run: _Run | None = None
         self._runs: dict[str, _Run] = {}
@@ -157,7 +157,7 @@ class FetchTasks:
         self._run_of = {name: number for number, run in enumerate(self.runs) for name in run}
         last = parts.copies - 1
         fetched = {v: tuple(named(n, last) if last else n for n in at) for v, at in parts.fetched.items()}
-        asked = asked_within(fetched, program)
+        asked = demand_within(fetched, program)
         self._wanted = frozenset(asked)
         self._asked: dict[str, list[str]] = {}  # node → what its backward is the first to ask for
         flown = {use for n in program.nodes if n.op == START for use in n.uses}

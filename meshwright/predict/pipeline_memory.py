@@ -36,7 +36,7 @@ def bytes_of(
 
     `cuts`: the stages of its program, of which it runs its own.
     """
-    optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.asked)
+    optimizer, schedule = optimizer_on(device, optimizer_states), schedule_of(parts.requested)
     memory: list[StageMemory] = []
     for s, place in enumerate(schedule.ranks):
         there, apart = parts.of_place(place), schedule.splits_backward(place)

@@ -59,7 +59,7 @@ class Predicted:
 
 def predict(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> Predicted:
     """Simulate the schedule of a plan with stages. `optimizer_states`: moments per parameter."""
-    schedule, meshes = schedule_of(parts.asked), meshes_of(parts.asked)
+    schedule, meshes = schedule_of(parts.requested), meshes_of(parts.requested)
     cuts = parts.for_places(meshes.places, _cut_at)
     told = Messages(cuts[0].together, schedule)
     routes = Routes(parts, schedule.ranks, cuts[0].copy_of)
@@ -167,7 +167,7 @@ def _bytes(
     parts: Partition, device: str, optimizer_states: int, staged: bool | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     cuts = parts.for_places(
-        meshes_of(parts.asked).places,
+        meshes_of(parts.requested).places,
         lambda one: stages_in_copies(one, one.plan.mesh.rank(origin(one.plan.mesh)))[0],
     )
     return bytes_of(parts, device, optimizer_states, cuts, staged)

@@ -36,7 +36,7 @@ from meshwright.ops.local.sharded_node import ShardedNode
 from meshwright.ops.strategy import Ports
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
-from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.bucket_sizes import sizes
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.insert_reshards import backward_itemsize, parse_steps
@@ -175,7 +175,7 @@ def node_prices(
         if talk := kernel_collectives(node, local.types):
             sent.setdefault(parts.stands_for(node.name), []).extend(talk)
     found: dict[str, NodePrice] = {}
-    again = asked_within(parts.again, local)
+    again = demand_within(parts.again, local)
     # copies of a layer share their layouts and their seconds
     known: dict[Hashable, tuple[Amount, Amount]] = {}
     for name, site in sites.items():

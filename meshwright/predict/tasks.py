@@ -19,7 +19,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ops.collectives import kernel_collectives
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
-from meshwright.partition.backward_demand import asked_within
+from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.buckets import BucketBytes, Gradient, fill
 from meshwright.partition.gradients import pending_gradients
@@ -159,7 +159,7 @@ class StepTasks:
         self.waited: Prices = cluster.prices
         self.hidden: Prices = cluster.hidden_prices
         self.nodes = node_prices(parts, local, mesh, cluster) if prices is None else prices
-        self.again = asked_within(parts.again, local)  # what backward makes again → the node that asks first
+        self.again = demand_within(parts.again, local)  # what backward makes again → the node that asks first
         self.items: list[Item] = []
         self.late = late_values(local)
         self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one

@@ -20,7 +20,7 @@ from meshwright.redistribute.slices import Selection
 
 @hashed_once
 @dataclass(frozen=True)
-class Laid:
+class MeshLayout:
     """How the ranks of a mesh hold a tensor. If the mesh has an axis in time: the tensor of one micro-batch."""
 
     layout: TensorLayout
@@ -51,7 +51,7 @@ class Laid:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def arriving(there: Laid, here: Laid, rank: int) -> tuple[tuple[int, Selection], ...]:
+def arriving(there: MeshLayout, here: MeshLayout, rank: int) -> tuple[tuple[int, Selection], ...]:
     """(sender, where in this rank's tensor it belongs) of all that a rank receives; nothing without elements."""
     found: list[tuple[int, Selection]] = []
     for copies in there.copies:
@@ -64,7 +64,7 @@ def arriving(there: Laid, here: Laid, rank: int) -> tuple[tuple[int, Selection],
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def leaving(here: Laid, there: Laid, rank: int) -> tuple[tuple[int, Selection], ...]:
+def leaving(here: MeshLayout, there: MeshLayout, rank: int) -> tuple[tuple[int, Selection], ...]:
     """(receiver, what of this rank's tensor it gets) of all that a rank sends."""
     return tuple(
         (
@@ -76,7 +76,7 @@ def leaving(here: Laid, there: Laid, rank: int) -> tuple[tuple[int, Selection], 
     )
 
 
-def received_elements(there: Laid, here: Laid, rank: int) -> int:
+def received_elements(there: MeshLayout, here: MeshLayout, rank: int) -> int:
     """Return the number of elements that a rank receives."""
     return sum(piece.numel for _, piece in arriving(there, here, rank))
 
@@ -87,12 +87,12 @@ class Route:
     """How senders and receivers of a tensor hold it. `parts`: the layout in which the receivers take it before they
     pass it on among themselves; None if each receives all that it holds from the senders."""
 
-    there: Laid
-    here: Laid
-    parts: Laid | None = None
+    there: MeshLayout
+    here: MeshLayout
+    parts: MeshLayout | None = None
 
     @property
-    def first(self) -> Laid:
+    def first(self) -> MeshLayout:
         """Return the layout in which the tensor arrives."""
         return self.parts or self.here
 
@@ -116,4 +116,4 @@ class Route:
         return max((*out, *into))
 
 
-__all__ = ["Laid", "Route", "arriving", "leaving", "received_elements"]
+__all__ = ["MeshLayout", "Route", "arriving", "leaving", "received_elements"]

@@ -41,7 +41,7 @@ from meshwright.redistribute.slices import Grid, Runs, Selection, everything, gr
 from meshwright.redistribute.steps import Step
 
 Indices = range | np.ndarray  # ascending
-Held = tuple[Indices, ...]  # per dim
+DimIndices = tuple[Indices, ...]  # per dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ def overlap(
     return found
 
 
-def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:
+def _selections(held: DimIndices, wanted: Sequence[DimIndices]) -> tuple[Selection, ...]:
     """Where, in a tensor that holds some global indices per dim, those are that each of some others wants too.
 
     All ascend. Of a thousand members most want the same along a dim: those look at one object.
@@ -219,11 +219,13 @@ def _selections(held: Held, wanted: Sequence[Held]) -> tuple[Selection, ...]:
     )
 
 
-def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> Held:
+def _held(layout: TensorLayout, mesh: Mesh, at: Mapping[str, int]) -> DimIndices:
     return tuple(_dim_indices(d, mesh, tuple((a, at[a]) for a in dim_axes(d))) for d in layout.dims)
 
 
-def _held_by(layout: TensorLayout, mesh: Mesh, here: Mapping[str, int], axes: Sequence[str]) -> list[Held]:
+def _held_by(
+    layout: TensorLayout, mesh: Mesh, here: Mapping[str, int], axes: Sequence[str]
+) -> list[DimIndices]:
     """List the indices that each member of a group holds, the first axis varying slowest; all other coordinates are
     `here`.
 
@@ -256,7 +258,7 @@ def _dim_indices(dim: Dim, mesh: Mesh, at: tuple[tuple[str, int], ...]) -> Indic
     return local_indices(dim, mesh, dict(at))
 
 
-def _shape(indices: Held) -> tuple[int, ...]:
+def _shape(indices: DimIndices) -> tuple[int, ...]:
     return tuple(len(i) for i in indices)
 
 

@@ -138,16 +138,16 @@ def _merged(members: Sequence[list[_Piece]]) -> list[_Piece]:
     found: list[_Piece] = []
     at = 0
     while at < len(members):
-        alike = _Alike(members[at])
+        repeated = _Repeated(members[at])
         stop = at + 1
-        while stop < len(members) and alike.takes(members[stop]):
+        while stop < len(members) and repeated.takes(members[stop]):
             stop += 1
-        found += alike.together()
+        found += repeated.together()
         at = stop
     return found
 
 
-class _Alike:
+class _Repeated:
     """Pieces of a member, and of those after it while they go on in the same way."""
 
     def __init__(self, pieces: list[_Piece]) -> None:

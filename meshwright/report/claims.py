@@ -55,7 +55,7 @@ def claim_lines(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def technique_lines(techniques: Techniques) -> list[tuple[str, str]]:
     """Return the requested techniques, as on the command line: ``micro_batches=4, recompute=full``."""
-    given = techniques.asked()
+    given = techniques.non_defaults()
     if "schedule" in given:  # of one of the user's own its first line, which says how large it is
         given["schedule"] = given["schedule"].partition("\n")[0]
     asked = [f"{name}={technique_text(value)}" for name, value in given.items()]

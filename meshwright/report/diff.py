@@ -175,7 +175,7 @@ def _pins(plan: Plan) -> str:
 
 
 def _techniques(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
-    one, two = a.techniques.asked(), b.techniques.asked()
+    one, two = a.techniques.non_defaults(), b.techniques.non_defaults()
     said = [{name: technique_text(value) for name, value in x.items()} for x in (one, two)]
     return [
         (name, said[0].get(name, ABSENT), said[1].get(name, ABSENT)) for name in dict.fromkeys((*one, *two))

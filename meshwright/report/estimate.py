@@ -57,7 +57,7 @@ def estimate(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> E
         return _of_pipeline(parts, cluster, optimizer_states)
     price = program_price(parts, cluster, optimizer_states)
     line = step_times(parts, cluster, optimizer_states)
-    mesh = parts.asked.mesh  # without the axis that counts micro-batches
+    mesh = parts.requested.mesh  # without the axis that counts micro-batches
     top = peak_on(parts, cluster, optimizer_states)
     return Estimate(
         mesh=str(mesh),
@@ -100,8 +100,8 @@ def _of_pipeline(parts: Partition, cluster: Cluster, optimizer_states: int) -> E
     place = max(range(len(found.peaks)), key=found.peaks.__getitem__)
     pieces = schedule.micro_batches
     return Estimate(
-        mesh=parts.asked.mesh_text,
-        ranks=parts.asked.ranks.size,
+        mesh=parts.requested.mesh_text,
+        ranks=parts.requested.ranks.size,
         step_seconds=found.step_seconds,
         parts=busiest,
         hidden_seconds=0.0,

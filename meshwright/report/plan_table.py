@@ -370,7 +370,7 @@ def _updated(parts: Partition) -> str:
 
 def plan_view(parts: Partition, *, every: bool = False) -> Group:
     """Return table and sentences, to print with rich; if stages have separate meshes, a table for each."""
-    sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.asked.notes)]
+    sentences = [Text(line, style="dim") for line in (*summary(parts, every=every), *parts.requested.notes)]
     tables: list[FittedTable | Text] = []
     for place, one in enumerate(parts.own):
         only = run_at(one, PipelineRank(place))

@@ -23,7 +23,7 @@ def stage_lines(parts: Partition) -> list[str]:
     """Return a line for each stage, one for weights on several ranks, and the drawing; nothing without stages."""
     if not parts.plan.stages:
         return []
-    schedule, told = schedule_of(parts.asked), claimed_stages(parts.asked)
+    schedule, told = schedule_of(parts.requested), claimed_stages(parts.requested)
     every, lines = parts, []
     for number, place in enumerate(schedule.ranks):
         parts = every.of_place(place)
@@ -33,7 +33,7 @@ def stage_lines(parts: Partition) -> list[str]:
         first, last = (n.module or f"%{n.name}" for n in (mine[0], mine[-1]))
         sent = sum(_bytes(parts, value) * len(later) for value, later in stage.gives.items())
         weights = sum(_bytes(parts, i.name) for i in graph.input_of("parameter") if i.name in stage.reads)
-        text = _head(number, schedule, len(mine), first, last, parts.asked)
+        text = _head(number, schedule, len(mine), first, last, parts.requested)
         text += f", parameters {show_bytes(weights)}"
         text += f", sends {show_bytes(sent)} forward for each micro-batch" if sent else ""
         lines.append(text + _seconds(told, number))
@@ -42,7 +42,7 @@ def stage_lines(parts: Partition) -> list[str]:
     if tied:
         more = f" and {len(tied) - 3} more" if len(tied) > 3 else ""
         lines.append(f"on several ranks of the pipeline, gradients added up: {', '.join(tied[:3])}{more}")
-    return [*lines, *drawing(every.asked).splitlines()]
+    return [*lines, *drawing(every.requested).splitlines()]
 
 
 def plan_stage_lines(plan: Plan) -> list[str]:
@@ -79,7 +79,7 @@ def drawing(plan: Plan, width: int = WIDTH) -> str:
 
 def run_at(parts: Partition, place: PipelineRank) -> frozenset[str]:
     """Return the nodes that the ranks at a place of the pipeline run, and the inputs they read."""
-    ranks, found = schedule_of(parts.asked).ranks, set[str]()
+    ranks, found = schedule_of(parts.requested).ranks, set[str]()
     for at, stage in zip(ranks, parts.stages(parts.resharded.graph), strict=True):
         if at == place:
             found |= stage.reads | {n.name for n in stage.segment.graph.nodes}
@@ -88,7 +88,7 @@ def run_at(parts: Partition, place: PipelineRank) -> frozenset[str]:
 
 def most_parameters(parts: Partition) -> int:
     """Return the bytes of parameters on the rank of the pipeline that holds most."""
-    schedule = schedule_of(parts.asked)
+    schedule = schedule_of(parts.requested)
     held = holders(parts, schedule)
     entries = parts.resharded.graph.input_of("parameter")
     return max(

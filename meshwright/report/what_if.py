@@ -127,7 +127,7 @@ def changed(
     Effects of a changed technique are removed first, such as a storage layout that a search has sharded too. Raises
     PlanError for an impossible change.
     """
-    given = {**plan.techniques.asked(), **changes}
+    given = {**plan.techniques.non_defaults(), **changes}
     if not given.get("optimizer_parallel"):  # what only says how goes with it, unless it is asked for anew
         given = {k: v for k, v in given.items() if k in changes or k not in STORAGE}
     asked = techniques_from(given)
@@ -154,7 +154,7 @@ def changed_in_stages(
     optimizer. Raises PlanError for an impossible change, and for more stages than the ranks of the pipeline can share
     evenly.
     """
-    asked = techniques_from({**plan.techniques.asked(), **changes})
+    asked = techniques_from({**plan.techniques.non_defaults(), **changes})
     world = meshes_of(plan)
     check_chunks(asked, world.places)
     inside = {k: v for k, v in changes.items() if k not in STAGES}

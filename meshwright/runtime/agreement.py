@@ -30,7 +30,7 @@ Options = list[dict[str, str]]  # of each group of parameters: name → value
 Which = frozenset[tuple[int, str]]  # (group, name) of some options
 
 
-class Alike:
+class RankComparison:
     """Compares the ranks of a world; alone, or where collectives are only counted, it does nothing."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
@@ -184,4 +184,4 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-__all__ = ["Alike", "checksum", "named", "shared_options", "options_of", "options_that_differ"]
+__all__ = ["RankComparison", "checksum", "named", "shared_options", "options_of", "options_that_differ"]

@@ -9,7 +9,7 @@ import torch
 from meshwright import heartbeat
 from meshwright.core.layout import TensorLayout
 from meshwright.partition import Partition
-from meshwright.runtime.agreement import Alike
+from meshwright.runtime.agreement import RankComparison
 from meshwright.runtime.ambient import Ambient
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
@@ -56,7 +56,7 @@ class LocalForward:
         self.batches = BatchParts(
             parts, rank.comm.rank, self.world.rank, lambda name: place_of(name, parts, rank.device)
         )
-        self.alike, self._passes = Alike(self.world, rank.device), 0
+        self.comparison, self._passes = RankComparison(self.world, rank.device), 0
         self.ambient = Ambient()
         self.made = Programs(parts, rank, self.handle, self.host_parameters, self.pipe, training=False)
         self.results = Results(parts, rank, self.handle, self.pipe)
@@ -76,8 +76,8 @@ class LocalForward:
         shards, those of micro-batches one after the other. In a pipeline results are sent to all ranks with `share`;
         without it (and without `gather`) ranks whose stages compute none return None. Raises BatchError."""
         self.batches.check(batch)
-        self.alike.settle()  # of an earlier pass: ranks may not meet in this one
-        self.alike.begin(self._passes, batch)
+        self.comparison.settle()  # of an earlier pass: ranks may not meet in this one
+        self.comparison.begin(self._passes, batch)
         self._passes += 1
         during = heartbeat.during("a forward pass")
         with self.ambient.as_built(), during, torch.no_grad(), self.host_parameters.away():
@@ -103,7 +103,7 @@ def leaves_of(
 ) -> dict[str, torch.Tensor]:
     """Shard parameters, buffers and constants for a rank, by input: a replicated one is the given tensor itself, a
     shard has its own memory."""
-    pipe = Pipeline(parts, comm, training=False) if parts.asked.stages else None
+    pipe = Pipeline(parts, comm, training=False) if parts.requested.stages else None
     parts = parts if pipe is None else pipe.parts
     inside = Rank(comm if pipe is None else pipe.comm, device)
     found: dict[str, torch.Tensor] = {}

@@ -112,7 +112,7 @@ class BatchParts:
         self.reads = frozenset(i.name for i in self.entries)
         pieces = f", {parts.micro_batches} micro-batches" if parts.micro_batches > 1 else ""
         held = ", ".join(f"{i.target or 'batch'} {layouts[i.name].forward}" for i in self.entries)
-        self.key = f"rank {world_rank} of {parts.asked.ranks}{pieces}: {held}"
+        self.key = f"rank {world_rank} of {parts.requested.ranks}{pieces}: {held}"
 
     def only(self, names: Iterable[str]) -> None:
         """Of a part, read these inputs alone: the others are of stages elsewhere."""

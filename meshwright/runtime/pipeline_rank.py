@@ -16,7 +16,7 @@ from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.messages_across_meshes import Routes
 from meshwright.pipeline.of_plan import forward_only, holders, schedule_of
-from meshwright.redistribute.across_meshes import Laid
+from meshwright.redistribute.across_meshes import MeshLayout
 from meshwright.runtime.communicator import Communicator, InStage
 
 
@@ -27,11 +27,11 @@ class Pipeline:
 
     def __init__(self, parts: Partition, comm: Communicator, *, training: bool = True) -> None:
         """Without `training` the schedule goes forward alone."""
-        self.meshes = meshes_of(parts.asked)
+        self.meshes = meshes_of(parts.requested)
         # What is not its own is forwarded to the communicator inside.
         self.comm = InStage(comm, self.meshes)  # pyright: ignore[reportAbstractUsage]
         self.parts = parts.of_place(self.comm.place)
-        whole = schedule_of(parts.asked)
+        whole = schedule_of(parts.requested)
         self.schedule = whole if training else forward_only(whole)
         self.mine = self.schedule.held_by(self.comm.place)
         self.cut: tuple[Stage, ...] = ()
@@ -85,7 +85,7 @@ class Pipeline:
         """The place whose rank makes a result of the step."""
         return next(self.place_of(n) for n, stage in enumerate(self.cut) if value in stage.ends)
 
-    def updated(self, name: str) -> Callable[[PipelineRank], Laid] | None:
+    def updated(self, name: str) -> Callable[[PipelineRank], MeshLayout] | None:
         """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""
         return functools.partial(self.routes.updated, name) if self.meshes.own else None
 

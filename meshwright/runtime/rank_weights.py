@@ -19,7 +19,7 @@ from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.sharded_update import ShardedUpdate
-from meshwright.runtime.state import Kept, State
+from meshwright.runtime.state import State, StoredTensor
 
 
 class RankWeights:
@@ -116,12 +116,12 @@ class RankWeights:
             )
             self.state.access.add(target, parameter, dims, apart)
 
-    def _kept(self, entry: Input) -> Kept:
+    def _kept(self, entry: Input) -> StoredTensor:
         """How the ranks have a parameter or a buffer under the program's plan."""
         trained = entry.role == "parameter" and entry.needs_grad
         updated = self.parts.plan.states.get(entry.name) if trained else None
         holders = (PipelineRank(0),) if self.pipe is None else self.pipe.holders[entry.name]
-        return Kept(entry, self.layouts[entry.name].forward, updated, trained, holders)
+        return StoredTensor(entry, self.layouts[entry.name].forward, updated, trained, holders)
 
     def _host_parameters(self) -> HostParameters:
         """The parameters that live on the host, brought there where no other program has done so."""

@@ -42,7 +42,7 @@ ALIASES = (GET_DATA, GET_GRAD, torch.Tensor.detach)
 
 
 @dataclass
-class Held:
+class ShardInfo:
     """Facts about a shard. `dims`: the sharded dims; `apart`: programs read another tensor, which must be updated after
     a change."""
 
@@ -57,7 +57,7 @@ class ShardAccess:
     """The shards of one state. `lent`: somebody has asked for them; `changed`: what they read is to be published."""
 
     publish: Callable[[], None]
-    held: dict[int, tuple[torch.nn.Parameter, Held]] = field(default_factory=dict)
+    held: dict[int, tuple[torch.nn.Parameter, ShardInfo]] = field(default_factory=dict)
     lent: bool = False
     changed: bool = False
     _depth: int = 0
@@ -65,7 +65,7 @@ class ShardAccess:
     def add(self, name: str, parameter: torch.nn.Parameter, dims: frozenset[int], apart: bool) -> None:
         """A parameter that an optimizer updates, unless it is the full one that programs read."""
         if (dims or apart) and id(parameter) not in self.held:
-            self.held[id(parameter)] = parameter, Held(name, dims, apart, self)
+            self.held[id(parameter)] = parameter, ShardInfo(name, dims, apart, self)
 
     def lend(self) -> None:
         """From now on a user may have the shards, outside of `inside`."""
@@ -144,7 +144,7 @@ def _answer(func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     lent = list(_lent(args)) + list(_lent(kwargs))
     for x in lent:
-        held: Held = vars(x)["lent_as"]
+        held: ShardInfo = vars(x)["lent_as"]
         if held.dims and (
             name in MIXING or (name in REDUCING and _reaches(held.dims, x, name, args, kwargs))
         ):
@@ -177,7 +177,7 @@ def _lent_on(out: Any, func: Any, lent: list[torch.Tensor]) -> Any:
     if not lent or type(out) is not torch.Tensor:
         return out
     source = next((x for x in lent if vars(x)["lent_as"].dims), lent[0])
-    held: Held = vars(source)["lent_as"]
+    held: ShardInfo = vars(source)["lent_as"]
     alias = func in ALIASES or _shares(out, source)
     if not held.dims and not (alias and held.apart):
         return out
@@ -190,7 +190,7 @@ def _lent_on(out: Any, func: Any, lent: list[torch.Tensor]) -> Any:
     )
     made = out.as_subclass(LentView)
     apart = held.apart and alias and func != GET_GRAD
-    vars(made)["lent_as"] = Held(held.name, dims, apart, held.access)
+    vars(made)["lent_as"] = ShardInfo(held.name, dims, apart, held.access)
     return made
 
 

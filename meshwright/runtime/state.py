@@ -21,7 +21,7 @@ from meshwright.runtime.shard_access import ShardAccess
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredTensor:
     """How the ranks have one parameter or buffer. `stored`: as programs read it. `updated`: as the optimizer does,
     where that is split further. `trained`: by some program so far. `holders`: the places of a pipeline that have it."""
 
@@ -46,7 +46,7 @@ class State:
     messages between stages of the next program have tags from here on. `accumulating`: gradients in
     ``.grad`` wait for an update in a later call."""
 
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, StoredTensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     updated: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class State:
         """The user's access to the shards that optimizers update."""
         return ShardAccess(self.publish)
 
-    def keep(self, new: Kept) -> None:
+    def keep(self, new: StoredTensor) -> None:
         """Take over how a program has a parameter or a buffer. Raises PlanError where another has it otherwise."""
         name, known = new.entry.target, self.kept.get(new.entry.target)
         if known is None:
@@ -126,4 +126,4 @@ class State:
             self.buckets.remove(buckets)
 
 
-__all__ = ["Kept", "State"]
+__all__ = ["StoredTensor", "State"]

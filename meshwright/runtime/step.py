@@ -17,7 +17,7 @@ from meshwright.partition.bucket_sizes import gradient_bytes
 from meshwright.partition.gradients import loss_scale, pending_gradients
 from meshwright.pipeline.actions import Action
 from meshwright.runtime import lost_peer as peers
-from meshwright.runtime.agreement import Alike
+from meshwright.runtime.agreement import RankComparison
 from meshwright.runtime.ambient import Ambient, check_gradients
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets, norm_of
@@ -106,7 +106,9 @@ class LocalStep:
             self.made, own.leaves, self.buckets, self.batches, self.results, scale, tag
         )
         tag = self.executor.borders.first_free_tag
-        self.end = StepEnd(own, self.buckets, self.before, self.optimizer, self.updating, self.alike, tag)
+        self.end = StepEnd(
+            own, self.buckets, self.before, self.optimizer, self.updating, self.comparison, tag
+        )
         self.executor.kinds |= self.end.kinds
         if self.pipe is not None:
             self.state.next_tag = self.last_tag + 1
@@ -119,13 +121,13 @@ class LocalStep:
         self.samples = 0
         if self.first is not self:
             first = self.first
-            self.before, self.alike, self.ambient = first.before, first.alike, first.ambient
+            self.before, self.comparison, self.ambient = first.before, first.comparison, first.ambient
             self.optimizer, self.offered, self.updating = first.optimizer, first.offered, first.updating
             return
         self.before = before or BeforeUpdate()
-        self.alike = Alike(self.world, self.rank.device)
+        self.comparison = RankComparison(self.world, self.rank.device)
         if self.pipe is not None:
-            self.alike.options = frozenset()  # stages have parameters, and so groups, of their own
+            self.comparison.options = frozenset()  # stages have parameters, and so groups, of their own
         self.optimizer = make_optimizer(optimizer, self.parameters)
         self.offered, self.updating, self.ambient = Offered(self.parameters), Updating(), Ambient()
         self.updating.apart = self.own.apart
@@ -260,7 +262,7 @@ class LocalStep:
     def _run_all(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool) -> Made:
         self.batches.check(batch)
         groups = self.optimizer.param_groups if self.optimizer is not None else None
-        self.alike.begin(self.rank.step, batch, groups, update)
+        self.comparison.begin(self.rank.step, batch, groups, update)
         self.first.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
         if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright import heartbeat
-from meshwright.runtime.agreement import Alike
+from meshwright.runtime.agreement import RankComparison
 from meshwright.runtime.before_update import BeforeUpdate
 from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm, global_norms
@@ -26,12 +26,12 @@ class StepEnd:
         before: BeforeUpdate,
         optimizer: torch.optim.Optimizer | None,
         updating: Updating,
-        alike: Alike,
+        comparison: RankComparison,
         first_free_tag: int,
     ) -> None:
         """`first_free_tag`: this tag and those after it are of no message between stages; the loss takes two."""
         self.held, self.buckets, self.before = held, buckets, before
-        self.optimizer, self.updating, self.alike = optimizer, updating, alike
+        self.optimizer, self.updating, self.comparison = optimizer, updating, comparison
         self.rank, self.pipe = held.rank, held.pipe
         self.added: dict[str, torch.Tensor] = {}
         # Numbers of inputs are equal on all ranks.
@@ -84,7 +84,7 @@ class StepEnd:
     def settle(self) -> None:
         """Compare what the ranks say of their batches: on a CPU before the update, else a step later, when it is there
         without waiting for the device."""
-        self.alike.settle(None if self.rank.device.type == "cpu" else self.rank.step)
+        self.comparison.settle(None if self.rank.device.type == "cpu" else self.rank.step)
 
     def _updated(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters of this program that the optimizer updates, by name; all where there is none. A generator's

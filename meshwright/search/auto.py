@@ -22,7 +22,7 @@ from meshwright.search.data_parallel import by_batch
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
 from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes
-from meshwright.search.planner import Found, Planner, families_of, resting_families
+from meshwright.search.planner import Planner, SearchResult, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
 from meshwright.search.space.build import Space
@@ -37,13 +37,13 @@ class _Tried:
     """Results so far: the choices that fit, those that came nearest, and bounds of the sum and of the step, by
     space."""
 
-    found: list[tuple[str, Found]] = field(default_factory=list)
-    nearest: list[Found] = field(default_factory=list)
+    found: list[tuple[str, SearchResult]] = field(default_factory=list)
+    nearest: list[SearchResult] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
 
-def auto(planner: Planner) -> Found:
+def auto(planner: Planner) -> SearchResult:
     """The choice with the least simulated step that fits; ended early, the best so far.
 
     Raises NothingFits.
@@ -92,7 +92,7 @@ def _look(planner: Planner, tried: _Tried) -> None:
             planner.tell("recursion within memory", step_of(found), None)
 
 
-def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
+def _take(planner: Planner, tried: _Tried, name: str, found: SearchResult) -> None:
     tried.found.append((name, found))
     if fits(planner, found):
         planner.request.stop.arm()
@@ -100,14 +100,14 @@ def _take(planner: Planner, tried: _Tried, name: str, found: Found) -> None:
 
 
 def _settled(
-    planner: Planner, fitting: list[tuple[str, Found]], bound: float
-) -> tuple[str, Found, dict[str, float | None]]:
+    planner: Planner, fitting: list[tuple[str, SearchResult]], bound: float
+) -> tuple[str, SearchResult, dict[str, float | None]]:
     """The best, evaluated in full, as are those within `DOUBT` of what looks best, up to `SURE`, and those that look
     better than the best of them; none beside one that is as good as at the bound of the step. Where none of these fits
     then, the best of all as they were evaluated. And the steps of those that were evaluated in full. Of a
     search that was ended early one is evaluated in full, so that what is answered is true."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
-    kept: list[tuple[str, Found]] = []
+    kept: list[tuple[str, SearchResult]] = []
     evaluated: dict[str, float | None] = {}
     for name, found in ranked[: AUTO.evaluated_in_full]:
         best = min((step_of(f) for _, f in kept), default=np.inf)
@@ -173,7 +173,7 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
             _take(planner, tried, name if alpha is None else f"{name}, α={alpha}", solution.found)
             if step_of(solution.found) > (1 + AUTO.far) * best:
                 return
-        if planner.alike() is None:
+        if planner.vectorized() is None:
             _take(planner, tried, f"recursion, {name}", recursion(planner, rest=rest)(None))
         best = _best(planner, tried) or best
         planner.tell(name, best, None)
@@ -256,7 +256,9 @@ def _may_gain(planner: Planner, tried: _Tried) -> bool:
     return min(free) < (1 - AUTO.recursion_worth) * best
 
 
-def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -> dict[str, object]:
+def _certificate(
+    tried: _Tried, fitting: list[tuple[str, SearchResult]], best: SearchResult
+) -> dict[str, object]:
     """The bound of the step over all spaces, and how far the best plans are from the bounds."""
     gaps: dict[str, float] = {}
     if tried.sums and (bound := min(tried.sums.values())) > 0 and np.isfinite(bound):
@@ -269,7 +271,7 @@ def _certificate(tried: _Tried, fitting: list[tuple[str, Found]], best: Found) -
     return {"gaps": {**gaps, "step": max(0.0, step_of(best) / step - 1)}, "bound_seconds": step}
 
 
-def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
+def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
     """Yield what an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the
     best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
@@ -299,6 +301,6 @@ def recipes(planner: Planner) -> Iterator[tuple[str, Found]]:
     yield "recursion", recursion(planner)(None)
 
 
-def step_of(found: Found) -> float:
+def step_of(found: SearchResult) -> float:
     """Seconds of the simulated step; the price where nothing was simulated."""
     return found.claims.get("step_seconds", found.claims["price_seconds"])

@@ -25,7 +25,7 @@ from meshwright.search.joint import joint
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.least_memory import saved
 from meshwright.search.memory_limit import fits_in_both, limited, nearer, priced_by_bytes
-from meshwright.search.planner import Found, Planner, check_request, families_of, two_runs
+from meshwright.search.planner import Planner, SearchResult, check_request, families_of, two_runs
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import NoStates, solve
 from meshwright.search.space.constraints import exactly, rows_of
@@ -33,7 +33,7 @@ from meshwright.search.space.constraints import exactly, rows_of
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
 
 
-def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
+def search(planner: Planner, mode: str, *, offload: bool = True) -> SearchResult:
     """The choice of a mode. `offload`: whether `auto` may keep an optimizer's states on the host.
 
     Raises PlanError for a space or an inner search that does not exist, and where nothing fits or is allowed; for a
@@ -60,7 +60,7 @@ def search(planner: Planner, mode: str, *, offload: bool = True) -> Found:
     return replace(found, claims={**found.claims, "search_seconds": time.perf_counter() - started})
 
 
-def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None:
+def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> SearchResult | None:
     """Given strategies with the best hubs for them; None when the space has no name for one of them."""
     rows = rows_of(planner.codes, strategies, planner.context.mesh)
     if rows is None:
@@ -71,7 +71,9 @@ def priced(planner: Planner, strategies: Mapping[str, Strategy]) -> Found | None
     )
 
 
-def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = None) -> Found:
+def _that_fits(
+    planner: Planner, found: SearchResult | None, nearest: SearchResult | None = None
+) -> SearchResult:
     """Return the given choice, evaluated in full; the least-memory choice if it does not fit or nothing was found."""
     if found is not None:
         found = planner.settled(found)
@@ -84,12 +86,12 @@ def _that_fits(planner: Planner, found: Found | None, nearest: Found | None = No
     return found
 
 
-def _exact(planner: Planner) -> tuple[Found | None, Found | None]:
+def _exact(planner: Planner) -> tuple[SearchResult | None, SearchResult | None]:
     """The best of the exact spaces with its bound; where nothing was found, what came nearest."""
     stop = planner.request.stop
     best = _smaller(planner) if planner.request.space == "c" else None
     most = best.claims["price_seconds"] if best else np.inf
-    nearest: Found | None = None
+    nearest: SearchResult | None = None
     bound = most  # what the space has not is dearer than that
     for name, family in families_of(planner):
         solution = limited(planner, planner.space(family, most=most), None, known=best)
@@ -111,7 +113,7 @@ def _exact(planner: Planner) -> tuple[Found | None, Found | None]:
     return replace(best, claims=claims), None
 
 
-def _smaller(planner: Planner) -> Found | None:
+def _smaller(planner: Planner) -> SearchResult | None:
     """The best that fits of two runs, which are among the three and among the product states of four axes."""
     name, family = two_runs(planner)
     found = limited(planner, planner.space(family), None, alone=False).found
@@ -121,7 +123,7 @@ def _smaller(planner: Planner) -> Found | None:
     return found
 
 
-def _gaps(planner: Planner, found: Found, bound: float) -> dict[str, float]:
+def _gaps(planner: Planner, found: SearchResult, bound: float) -> dict[str, float]:
     """How far the price may be above the best: of the sum, or of what fits into memory where that is what decided."""
     gap = max(0.0, found.claims["price_seconds"] / bound - 1) if bound > 0 else 0.0
     return {"memory" if found.claims.get("memory_decided") else "sum": gap}

@@ -162,7 +162,7 @@ class Evaluator:
         copies has less to bring, and that of the last two has less with it."""
         if self._ahead:
             return 5
-        return 3 if self.techniques.asked() else 2
+        return 3 if self.techniques.non_defaults() else 2
 
     @property
     def _ahead(self) -> bool:

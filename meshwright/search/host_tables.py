@@ -15,7 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.budget import MEMORY
 from meshwright.search.layer_groups import Folded
-from meshwright.search.planner import Found, Request
+from meshwright.search.planner import Request, SearchResult
 
 EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.default")
 
@@ -41,8 +41,11 @@ def tables_of(graph: Graph) -> list[Table]:
 
 
 def with_tables(
-    folds: Folded, hosts: frozenset[str], request: Request, run: Callable[[frozenset[str], bool], Found]
-) -> tuple[Found, frozenset[str], list[str]]:
+    folds: Folded,
+    hosts: frozenset[str],
+    request: Request,
+    run: Callable[[frozenset[str], bool], SearchResult],
+) -> tuple[SearchResult, frozenset[str], list[str]]:
     """Run a search with these nodes on the host, or with as few more tables there as let it find something. Return the
     result, the nodes on the host, and remarks on the tables. `run` also receives whether it may offload the optimizer's
     states by itself: if it does and tables are large, the quicker of both ways counts.
@@ -50,7 +53,7 @@ def with_tables(
     Raises the PlanError of `run` if no tables help, or if the host's memory is too small for those that do.
     """
     refused: PlanError | None = None
-    found: Found | None = None
+    found: SearchResult | None = None
     try:
         found = run(hosts, True)
     except PlanError as error:
@@ -97,12 +100,12 @@ def _moved(
     hosts: frozenset[str],
     tables: Sequence[Table],
     request: Request,
-    run: Callable[[frozenset[str]], Found],
+    run: Callable[[frozenset[str]], SearchResult],
     refused: PlanError | None,
-) -> tuple[Found, frozenset[str], list[str]] | None:
+) -> tuple[SearchResult, frozenset[str], list[str]] | None:
     """With as few tables on the host as make it fit; None where none do."""
 
-    def tried(count: int) -> Found | None:
+    def tried(count: int) -> SearchResult | None:
         try:
             return run(hosts.union(*(t.nodes for t in tables[:count])))
         except PlanError:

@@ -36,7 +36,7 @@ def plan_in_one_stage(wanted: Wanted) -> Plan:
     if request is not None:
         made = with_turns(graph, made, request.cluster, request.optimizer_states)
     # The sums of a search are those of its space, which knows nothing of what was asked for beside it.
-    summed = request if techniques.asked() or not made.claims else None
+    summed = request if techniques.non_defaults() or not made.claims else None
     if techniques.pieces > 1 or summed is not None:
         parts = partition(graph, made)
         if techniques.pieces > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.errors import LayoutError, PlanError
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.wiring import Variable
@@ -16,7 +16,7 @@ OTHER = 'other pins, or mode="sharding_propagation", which takes shardings as th
 class NothingFits(Exception):
     """Nothing that a search under given techniques looked at fits; `nearest` came nearest, of what was simulated."""
 
-    def __init__(self, nearest: Found | None) -> None:
+    def __init__(self, nearest: SearchResult | None) -> None:
         self.nearest = nearest
         super().__init__("nothing fits")
 

@@ -79,7 +79,7 @@ class Folded:
         return found
 
 
-def whole(graph: Graph) -> Folded:
+def without_folds(graph: Graph) -> Folded:
     """Nothing folded."""
     nodes, inputs = {n.name: n.name for n in graph.nodes}, {i.name: i.name for i in graph.inputs}
     ones = dict.fromkeys(graph.types, 1)
@@ -92,13 +92,13 @@ def folded(graph: Graph, folding: Folding, kinds: Mapping[str, Hashable] | None 
     `kinds` tells nodes apart that the graph does not (pins): layers whose nodes have different ones stay apart.
     """
     if not folding.blocks:
-        return whole(graph)
+        return without_folds(graph)
     view = _View(graph, folding.blocks)
     for name, kind in (kinds or {}).items():
         view.set_apart(name, kind)
     runs = [run for number in range(len(folding.blocks)) for run in view.runs(number)]
     if all(run.count < 2 for run in runs):
-        return whole(graph)
+        return without_folds(graph)
     return _reduced(view, runs)
 
 

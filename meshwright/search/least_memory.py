@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.search.budget import MEMORY
 from meshwright.search.memory_limit import fits_in_both, nearer, offer
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.memory import fixed_bytes
 
@@ -29,10 +29,10 @@ class LeastMemory:
         self.planner = planner
         self.space = planner.space(families_of(planner)[0][1])
         self.memory = planner.memory(self.space)
-        self._found: dict[States, Found] = {}
+        self._found: dict[States, SearchResult] = {}
         self._states: list[States] = []
         self._rest = self._made()
-        self._lower: list[Found] | None = None
+        self._lower: list[SearchResult] | None = None
 
     def __iter__(self) -> Iterator[States]:
         yield from self._states
@@ -44,7 +44,7 @@ class LeastMemory:
         """Bytes that a simulation will not see less of."""
         return fixed_bytes(self.space) + float(self.memory.totals(states).max())
 
-    def evaluated(self, states: States) -> Found:
+    def evaluated(self, states: States) -> SearchResult:
         """The choice simulated."""
         if states not in self._found:
             self._found[states] = self.planner.found(self.space, states, {"memory_decided": True})
@@ -55,13 +55,13 @@ class LeastMemory:
         """Bytes of the lowest peak that was simulated so far."""
         return min(map(self.planner.peak_bytes, self._found.values()), default=math.inf)
 
-    def below(self, most: float) -> Iterator[Found]:
+    def below(self, most: float) -> Iterator[SearchResult]:
         """Those simulated whose sums do not say already that they take more."""
         for states in self:
             if self.sums(states) <= most:
                 yield self.evaluated(states)
 
-    def lower(self) -> list[Found]:
+    def lower(self) -> list[SearchResult]:
         """The choices that follow from the one with the lowest peak when the operator at its peak, or the maker of its
         inputs, is sharded in other ways, from low to lowest: temporary buffers are in no sum."""
         if self._lower is None:
@@ -82,7 +82,7 @@ class LeastMemory:
                 self._lower.append(low)
         return self._lower
 
-    def _moved(self, found: Found) -> set[States]:
+    def _moved(self, found: SearchResult) -> set[States]:
         """The choices of least bytes in which one of those operators is sharded in each other way."""
         problem = self.planner.problem(self.space)
         quick = solve(problem)
@@ -100,7 +100,7 @@ class LeastMemory:
                     moved.add(tuple(solution.states))
         return moved
 
-    def _at_peak(self, found: Found) -> list[int]:
+    def _at_peak(self, found: SearchResult) -> list[int]:
         """The operator that the peak is named after, and those whose results it reads."""
         assert found.evaluation is not None
         named, nodes = found.evaluation.instant.partition(",")[0], {n.name: n for n in self.space.graph.nodes}
@@ -133,7 +133,7 @@ def least_memory(planner: Planner) -> LeastMemory:
     return planner.kept.once(("least memory", planner.techniques), lambda: LeastMemory(planner))
 
 
-def least_bytes_of(planner: Planner) -> Found | None:
+def least_bytes_of(planner: Planner) -> SearchResult | None:
     """The one with the lowest peak, evaluated in full; None without a simulation."""
     if planner.evaluator is None:
         return None
@@ -146,7 +146,7 @@ def least_bytes_of(planner: Planner) -> Found | None:
     return None if best is None else planner.settled(best)
 
 
-def saved(planner: Planner, *, moved: bool = True) -> Found | None:
+def saved(planner: Planner, *, moved: bool = True) -> SearchResult | None:
     """The cheapest of them that fits, evaluated in full; None where none does. `moved`: where none does, also what the
     lowest becomes when an operator of it is sharded otherwise, which takes as long as all before."""
     fitting = [found for found in _below(planner) if fits_in_both(planner, found)]
@@ -172,7 +172,7 @@ def any_fits(planner: Planner) -> bool:
     )
 
 
-def _below(planner: Planner) -> Iterator[Found]:
+def _below(planner: Planner) -> Iterator[SearchResult]:
     if planner.evaluator is not None:
         yield from least_memory(planner).below(planner.request.memory_bytes or math.inf)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.search.budget import MEMORY, SOLVE
-from meshwright.search.planner import Found, Planner
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import rows_chosen, states_with
@@ -24,9 +24,9 @@ class Limited:
     """The best choice that fits, or None, and a lower bound of the objective of all that do; without a choice the
     one that came nearest, where any was simulated."""
 
-    found: Found | None
+    found: SearchResult | None
     bound: float
-    nearest: Found | None = None
+    nearest: SearchResult | None = None
     stopped: bool = False
 
 
@@ -36,7 +36,7 @@ def limited(
     alpha: float | None,
     *,
     alone: bool = True,
-    known: Found | None = None,
+    known: SearchResult | None = None,
     most_solves: int = SOLVE.limited_solves,
     enough: float = SOLVE.enough,
 ) -> Limited:
@@ -66,8 +66,8 @@ def limited(
     memory = planner.memory(space)
     limits = np.full(memory.instants, limit)
     bound: float | None = None
-    nearest: Found | None = None
-    first: Found | None = None
+    nearest: SearchResult | None = None
+    first: SearchResult | None = None
     stopped = False
     for _ in range(MEMORY.tightenings):
         found_any = False
@@ -113,21 +113,21 @@ def limited(
     return Limited(best, bound, nearer(planner, nearest, near), stop.now())
 
 
-def _objective(found: Found, problem: Problem) -> float:
+def _objective(found: SearchResult, problem: Problem) -> float:
     """What a problem minimises, of a choice in its space."""
     return problem.price(found.states)
 
 
 def _weighed(
     planner: Planner, space: Space, problem: Problem, memory: Memory, price: np.ndarray | None
-) -> Found:
+) -> SearchResult:
     """The optimum with a price per byte at each instant."""
     asked = problem if price is None else memory.weighed(problem, price)
     solution = solve(asked, ended=planner.request.stop.now)
     return planner.found(space, solution.states, {})
 
 
-def fits(planner: Planner, found: Found) -> bool:
+def fits(planner: Planner, found: SearchResult) -> bool:
     """True if a simulated choice is within the limit; one that was not simulated counts by its sums alone."""
     limit = planner.request.memory_bytes
     if limit is None:
@@ -139,8 +139,8 @@ def fits(planner: Planner, found: Found) -> bool:
 
 
 def priced_by_bytes(
-    planner: Planner, run: Callable[[np.ndarray | None], Found]
-) -> tuple[Found | None, Found | None]:
+    planner: Planner, run: Callable[[np.ndarray | None], SearchResult]
+) -> tuple[SearchResult | None, SearchResult | None]:
     """The cheapest of what `run` finds for a price per byte that fits: the least doubling of a low price at which
     something does, then halved back. `run(None)` is without a price. Where nothing fits, None and what came nearest.
     Ended early it returns the best so far."""
@@ -151,9 +151,9 @@ def priced_by_bytes(
         return found, None
     assert planner.request.memory_bytes is not None
     instants = len(INSTANTS)
-    nearest: Found | None = found
+    nearest: SearchResult | None = found
     first = found.claims["price_seconds"] / planner.request.memory_bytes / 8
-    best: Found | None = None
+    best: SearchResult | None = None
     low, high = -1, MEMORY.doublings  # doublings at which nothing fits, and at which something does
     # What is nearly free comes first, then the most: where that does not fit, nothing does.
     tries = [*range(MEMORY.low_doublings), MEMORY.doublings - 1]
@@ -181,14 +181,14 @@ def priced_by_bytes(
     return replace(best, claims={**best.claims, "memory_decided": True}), None
 
 
-def offer(planner: Planner, found: Found) -> None:
+def offer(planner: Planner, found: SearchResult) -> None:
     """Offer a choice that fits as the answer, should the time be up before a better one is known."""
     if fits_in_both(planner, found):
         seconds = found.claims.get("step_seconds", found.claims["price_seconds"])
         planner.request.stop.offer(seconds, (planner.under(found.techniques), found))
 
 
-def fits_in_both(planner: Planner, found: Found) -> bool:
+def fits_in_both(planner: Planner, found: SearchResult) -> bool:
     """True if a choice fits into the device's memory and, with offload, into the host's."""
     room, evaluation = planner.request.cluster.host_memory_bytes, found.evaluation
     if found.techniques.offload and room and evaluation is not None and evaluation.host_bytes > room:
@@ -196,7 +196,7 @@ def fits_in_both(planner: Planner, found: Found) -> bool:
     return fits(planner, found)
 
 
-def nearer(planner: Planner, one: Found | None, other: Found | None) -> Found | None:
+def nearer(planner: Planner, one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
     """Of two choices that with the lower peak; what was not simulated has none."""
     seen = [found for found in (one, other) if found is not None and found.evaluation is not None]
     return min(seen, key=planner.peak_bytes, default=None)

@@ -31,10 +31,10 @@ from meshwright.search.context import Assignment, SearchContext
 from meshwright.search.cost_modes import SEARCHES, priced, search
 from meshwright.search.data_parallel import assign_batch, check_batch
 from meshwright.search.host_tables import with_tables
-from meshwright.search.layer_groups import Folded, folded, unfolding, whole
+from meshwright.search.layer_groups import Folded, folded, unfolding, without_folds
 from meshwright.search.next_best import next_best
 from meshwright.search.pins import Seeds, check_pins, module_seeds, overlaps, pinned_kinds
-from meshwright.search.planner import Found, Planner, Request
+from meshwright.search.planner import Planner, Request, SearchResult
 from meshwright.search.propagation import propagate
 from meshwright.search.remarks import repeated, uneven, unknown
 from meshwright.search.solve import NoStates
@@ -65,7 +65,9 @@ def make_plan(
     if request is not None:
         mesh = request.cluster.place(mesh)
     constraints = pins if mode in ANNOTATED and pins is not None else {}
-    folds = folded(graph, folding, pinned_kinds(graph, constraints)) if folding.blocks else whole(graph)
+    folds = (
+        folded(graph, folding, pinned_kinds(graph, constraints)) if folding.blocks else without_folds(graph)
+    )
     try:
         return _make_plan(folds, mesh, mode, pins or {}, constraints, request)
     except (StrategyError, LayoutError, PlanError) as error:
@@ -74,7 +76,7 @@ def make_plan(
         if folds.is_whole or (isinstance(error, PlanError) and not unlike):
             raise
     # the error speaks of the full model
-    return _make_plan(whole(graph), mesh, mode, pins or {}, constraints, request)
+    return _make_plan(without_folds(graph), mesh, mode, pins or {}, constraints, request)
 
 
 def _make_plan(
@@ -85,11 +87,11 @@ def _make_plan(
     specs = pin_specs(graph) if mode in ANNOTATED else []
     remarks = overlaps(context, constraints)
     hosts = frozenset(n.name for n in graph.nodes if "host" in n.marks)
-    found: Found | None = None
+    found: SearchResult | None = None
     if mode in SEARCHES and request is not None:
         seeds = _seeds(context, specs, constraints)
 
-        def searched(hosts: frozenset[str], offload: bool = True) -> Found:
+        def searched(hosts: frozenset[str], offload: bool = True) -> SearchResult:
             return search(Planner(context, folds, seeds, request, hosts), mode, offload=offload)
 
         with request.stop.answered_by(lambda offered: _offered(offered, mode, pins)):
@@ -119,7 +121,7 @@ def _asked(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
     return {"pins": plain_pins(pins), "hosts": here}
 
 
-def _offered(offered: tuple[Planner, Found], mode: str, pins: Pins) -> Plan:
+def _offered(offered: tuple[Planner, SearchResult], mode: str, pins: Pins) -> Plan:
     """The plan of the best choice by the time the search had to end."""
     planner, found = offered
     plan = replace(plan_found(planner, found), mode=mode, **_asked(planner.folds, pins, planner.hosts))
@@ -128,7 +130,7 @@ def _offered(offered: tuple[Planner, Found], mode: str, pins: Pins) -> Plan:
     return plan.with_notes("seconds and bytes are estimated from a few layers")
 
 
-def plan_found(planner: Planner, found: Found) -> Plan:
+def plan_found(planner: Planner, found: SearchResult) -> Plan:
     """The plan of a choice that a search over everything has found, for the planner's mesh."""
     folds, context, assignment = planner.folds, planner.context, dict(found.choice.strategies)
     check_layouts(context, assignment)
@@ -143,7 +145,7 @@ def _unfolded(
     assignment: Assignment,
     inputs: Mapping[str, TensorLayout],
     request: Request | None,
-    found: Found | None,
+    found: SearchResult | None,
 ) -> Plan:
     """The plan of the full graph: what was chosen for each kind of layer, for all of them."""
     full = folds.full
@@ -168,7 +170,7 @@ def _remarks(folds: Folded, plan: Plan, request: Request | None) -> list[str]:
     return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, splits), *uneven(full, mesh, splits)]
 
 
-def _with_choice(plan: Plan, folds: Folded, found: Found) -> Plan:
+def _with_choice(plan: Plan, folds: Folded, found: SearchResult) -> Plan:
     """The plan with hubs, storage and claims of a search, for every layer of the full graph."""
     names = {**folds.values, **folds.inputs}
     hubs = {name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs}

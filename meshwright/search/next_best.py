@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.search.planner import Found
+from meshwright.search.planner import SearchResult
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 
 
-def next_best(found: Found) -> dict[str, str]:
+def next_best(found: SearchResult) -> dict[str, str]:
     """For each node of the graph its best other strategy with the neighbours as they are, and what it would add (for
     one layer, where several are planned as one)."""
     space, states = found.space, found.states

@@ -61,7 +61,7 @@ class OptionTables:
     def _tables(self, factors: Factors) -> list[OptionTable]:
         places: Places = {}
         known: dict[Hashable, OptionTable] = {}
-        alike: dict[Hashable, Choices] = {}
+        by_shape: dict[Hashable, Choices] = {}
         found: list[OptionTable] = []
         for node in self.nodes:
             site = factors.sites[node.name]
@@ -69,8 +69,8 @@ class OptionTables:
             table = known.get(key)
             if table is None:
                 shape = shape_of(site)
-                if (choices := alike.get(shape)) is None:
-                    choices = alike[shape] = Choices(site, places)
+                if (choices := by_shape.get(shape)) is None:
+                    choices = by_shape[shape] = Choices(site, places)
                 table = known[key] = OptionTable(site, choices)
             found.append(table)
         return found

@@ -21,8 +21,8 @@ from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory, Problem
-from meshwright.search.space.build import Choice, Made, Space
-from meshwright.search.space.cache import Kept
+from meshwright.search.space.build import ArraySpace, Choice, Space
+from meshwright.search.space.cache import SharedResults
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.constraints import constrained_options, honouring
@@ -42,7 +42,7 @@ from meshwright.search.stop import Stop
 from meshwright.search.techniques.offload import elsewhere
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.vectorized.kinds import kinds_of
-from meshwright.search.vectorized.prices import Alike, MakePriced
+from meshwright.search.vectorized.prices import IsomorphicGraph, MakePriced
 from meshwright.search.vectorized.redistribution import BITS
 
 SPACES = {
@@ -88,7 +88,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A choice, the space and states it comes from, what it claims, what a simulation said of it, and the techniques
     that it was evaluated with."""
 
@@ -125,7 +125,7 @@ class Planner:
         if required:
             self.codes = all_codes(context.graph, context.factors, self.values, self.ties, required)
         priced = hosts if request.cluster.host_bytes_per_s else ()
-        self.kept = Kept(context.graph, self.values, self.codes, priced)
+        self.kept = SharedResults(context.graph, self.values, self.codes, priced)
         self._evaluated: dict[Hashable, Evaluation] = {}  # of all techniques
 
     def _evaluator(self) -> Evaluator | None:
@@ -143,7 +143,7 @@ class Planner:
         other.evaluator = other._evaluator()
         return other
 
-    def asked(self, request: Request) -> Planner:
+    def with_request(self, request: Request) -> Planner:
         """The same under another request."""
         other = Planner(self.context, self.folds, self.seeds, request, self.hosts)
         return other.under(self.techniques)
@@ -191,7 +191,7 @@ class Planner:
         """Return the problem to minimise in a space under the techniques."""
         return space.problem(alpha, self.techniques.micro_batches)
 
-    def peak_bytes(self, found: Found) -> float:
+    def peak_bytes(self, found: SearchResult) -> float:
         """The peak of a choice that was simulated, with what is there of further micro-batches at the same time."""
         assert found.evaluation is not None
         if self.request.in_flight == 1 or found.techniques.micro_batches == 1:
@@ -202,10 +202,12 @@ class Planner:
         most, least = (p.memory(found.space).totals(found.states)[0] for p in (several, one))
         return found.evaluation.peak_bytes + float(most - least)
 
-    def space(self, family: Family | Made, storage: Storage | None = None, most: float = math.inf) -> Space:
+    def space(
+        self, family: Family | ArraySpace, storage: Storage | None = None, most: float = math.inf
+    ) -> Space:
         """The space of a family, the user's shardings honoured, or of what is made; large ones without what only
         choices dearer than `most` seconds have."""
-        if not isinstance(family, Made):
+        if not isinstance(family, ArraySpace):
             family = honouring(family, self.seeds, self.context.mesh)
             if self.techniques.pieces > 1:  # what leaves a rank without an example of some has no program
                 family = in_pieces(family, self.context.factors, self.techniques.pieces)
@@ -224,10 +226,10 @@ class Planner:
             most=most,
         )
 
-    def alike(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
+    def vectorized(self, per_byte: np.ndarray | None = None) -> MakePriced | None:
         """Return a function that prices a graph of very many nodes as arrays, with a price per byte at each instant if
         `per_byte` is given; None if a single space is quick enough."""
-        if not self._has_many_alike():
+        if not self._has_many_isomorphic():
             return None
         key = "alike" if per_byte is None else ("alike", self.techniques)
         arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
@@ -238,7 +240,7 @@ class Planner:
         """Nodes × axes: what the time of one search or simulation grows with."""
         return len(self.codes) * len(self.context.mesh.axes)
 
-    def _has_many_alike(self) -> bool:
+    def _has_many_isomorphic(self) -> bool:
         """True if arrays over isomorphic nodes are quicker than a single space."""
         if not RECURSION.single_space_nodes < len(self.codes) <= RECURSION.arrays_nodes:
             return len(self.codes) > RECURSION.arrays_nodes
@@ -250,7 +252,7 @@ class Planner:
         )
         return len(self.codes) >= RECURSION.nodes_of_a_kind * len(kinds)
 
-    def arrays(self, demanding: bool = False) -> Alike:
+    def arrays(self, demanding: bool = False) -> IsomorphicGraph:
         """The graph as arrays; `demanding` ones know what memory takes under the techniques."""
         graph, cluster, asked = self.context.graph, self.request.cluster, self.techniques
         hosts = self.hosts if cluster.host_bytes_per_s else frozenset[str]()
@@ -263,7 +265,7 @@ class Planner:
                 graph, self.values, self.ties, wiring, cluster, ranks, hosts, states, again, away
             )
             demands = demands.in_pieces(asked.micro_batches, parted=asked.gradient_accumulation_shard)
-        return Alike(
+        return IsomorphicGraph(
             graph,
             self.codes,
             self.values,
@@ -300,7 +302,7 @@ class Planner:
         """Bytes that a choice may take of a rank beside what no choice changes."""
         return None if self.request.memory_bytes is None else self.request.memory_bytes - fixed_bytes(space)
 
-    def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> Found:
+    def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> SearchResult:
         """A choice with what it claims, simulated where the request says so."""
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
@@ -314,7 +316,7 @@ class Planner:
             **(_evaluated(evaluation) if evaluation else {}),
             **claims,
         }
-        return Found(choice, space, tuple(states), told, evaluation, self.techniques)
+        return SearchResult(choice, space, tuple(states), told, evaluation, self.techniques)
 
     def _evaluation(self, choice: Choice) -> Evaluation | None:
         """Evaluate a choice. Cached, as searches with different prices often end with equal choices."""
@@ -326,7 +328,7 @@ class Planner:
             self._evaluated[key] = self.evaluator(choice)
         return self._evaluated[key]
 
-    def settled(self, found: Found) -> Found:
+    def settled(self, found: SearchResult) -> SearchResult:
         """A choice that is to be answered, evaluated in full unless the model is so large that it would take long."""
         if (
             self.evaluator is None

@@ -22,14 +22,14 @@ import numpy as np
 from meshwright.core.mesh import Mesh
 from meshwright.search.budget import RECURSION
 from meshwright.search.solve import Problem, eliminate, solve
-from meshwright.search.space.build import Made, Space
+from meshwright.search.space.build import ArraySpace, Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.constraints import rows_chosen, states_with
 from meshwright.search.space.families import Family, Rows, one_change, one_option
 from meshwright.search.vectorized.prices import MakePriced
-from meshwright.search.vectorized.spaces import made
+from meshwright.search.vectorized.spaces import array_space
 
-MakeSpace = Callable[[Family | Made], Space]
+MakeSpace = Callable[[Family | ArraySpace], Space]
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def recursive_programming(
     inner: str = "exact",
     sweeps: int = RECURSION.sweeps,
     problem: Callable[[Space], Problem] | None = None,
-    alike: MakePriced | None = None,
+    vectorized: MakePriced | None = None,
 ) -> Recursed:
     """Solve turn after turn, then refine until a sweep gains next to nothing (at most `sweeps` refining ones).
 
     `make` builds the space of a family; `inner` is ``exact`` or ``greedy``, which is not refined; `problem` is what is
-    minimised in a space, by default its price. With `alike` the same is found and minimised as arrays.
+    minimised in a space, by default its price. With `vectorized` the same is found and minimised as arrays.
     """
-    if alike is not None and inner != "greedy":
-        return _as_arrays(alike, make, mesh, sweeps)
+    if vectorized is not None and inner != "greedy":
+        return _as_arrays(vectorized, make, mesh, sweeps)
     rows: dict[str, np.ndarray] = {}
     objective, axes = problem or Space.problem, len(mesh.axes)
 
@@ -123,7 +123,7 @@ def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> 
         if sweep > 1 and best >= before * (1 - RECURSION.least_gain):
             break
     asked = priced((), now)
-    space = make(made(asked))
+    space = make(array_space(asked))
     states = tuple(asked.tables.solved()[0].tolist())
     return Recursed(space, states, space.problem().price(states), sweep)
 

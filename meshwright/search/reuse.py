@@ -52,7 +52,7 @@ def carried(plan: Plan, graph: Graph, folding: Folding = UNFOLDED) -> Plan:
     )
 
 
-def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]]) -> Plan:
+def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, StoredLayout]]) -> Plan:
     """The plan of another program that trains: another shape or another loss of the same model.
 
     `held`: input → how a parameter or buffer is stored and updated already, which stays; what is not among them is
@@ -65,7 +65,7 @@ def carried_to_train(plan: Plan, graph: Graph, held: Sequence[Mapping[str, Held]
     return _carried_to_train(plan, graph, held[0])
 
 
-def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held]) -> Plan:
+def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, StoredLayout]) -> Plan:
     context, _, same = _matched(plan, graph, UNFOLDED)
     trains = {e.name: e.needs_grad for e in graph.input_of("parameter")}
     isomorphic = (
@@ -93,7 +93,7 @@ def _carried_to_train(plan: Plan, graph: Graph, held: Mapping[str, Held]) -> Pla
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredLayout:
     """How a parameter or a buffer is stored, and how it is updated where that is split further. `trained`: by some
     program so far; how one that is not will be updated is still open."""
 
@@ -102,7 +102,7 @@ class Held:
     trained: bool = False
 
 
-def _stored_as_held(plan: Plan, held: Mapping[str, Held]) -> Plan:
+def _stored_as_held(plan: Plan, held: Mapping[str, StoredLayout]) -> Plan:
     """The plan with parameters and buffers where they are: brought to where they are used, if that differs."""
     inputs, hubs, states, again = dict(plan.inputs), dict(plan.hubs), dict(plan.states), set(plan.again)
     for name, one in held.items():
@@ -304,4 +304,4 @@ def _kept(plan: Plan, name: str, stand: Mapping[str, str], made: TensorLayout, n
     return TensorLayout(layout.dims)
 
 
-__all__ = ["Held", "carried", "carried_to_train", "without_gradients"]
+__all__ = ["StoredLayout", "carried", "carried_to_train", "without_gradients"]

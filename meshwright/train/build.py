@@ -35,7 +35,7 @@ from meshwright.compile import (
     with_model,
 )
 from meshwright.core.graph import Graph
-from meshwright.core.techniques import Options, asked_beside
+from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.guards import Guards
 from meshwright.input_checks import (
@@ -138,7 +138,7 @@ def train_step(
 
     Raises a subclass of MeshwrightError before a process group is made.
     """
-    asked, limits = asked_beside(plan, techniques), request_for(cluster, memory)
+    asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)
     check_switches(skip_nonfinite=skip_nonfinite)
@@ -278,7 +278,7 @@ def _local_step(
     prepare(comm, parts)
     made: dict[str, torch.Tensor] = {}
     if initial is not None:
-        pipe = Pipeline(parts, comm) if parts.asked.stages else None
+        pipe = Pipeline(parts, comm) if parts.requested.stages else None
         mine, inside = (parts, rank) if pipe is None else (pipe.parts, Rank(pipe.comm, place))
         holds = pipe.holds if pipe is not None else lambda _: True
         made = initial.parts(lambda entry: taker(entry.name, mine, inside), holds)

@@ -68,7 +68,7 @@ class TrainStep(StepState):
     ) -> None:
         """`temporary`: buffers that the model makes anew, which no file need have. `programs`: where those of other
         shapes are found; without it there is one. `model`: the user's module, and what of it the step holds."""
-        super().__init__(local, parts.asked, temporary, model, hollow)
+        super().__init__(local, parts.requested, temporary, model, hollow)
         self._last = local  # the program that ran last
         self.parts, self._programs = parts, programs
         self._updates = True
@@ -270,13 +270,13 @@ def _predicted(parts: Partition, cluster: Cluster | None) -> tuple[Played | None
     """A step as it is predicted: the schedule of a plan with stages and what comes before it, else a rank's timeline;
     without a cluster what the plan claims."""
     if cluster is None:
-        known = bool(parts.asked.claims.get("stages"))
+        known = bool(parts.requested.claims.get("stages"))
         return (
-            (claimed(parts.asked), parts.asked.claims.get("prologue_seconds", 0.0), None)
+            (claimed(parts.requested), parts.requested.claims.get("prologue_seconds", 0.0), None)
             if known
             else (None, 0.0, None)
         )
-    check_size(parts.asked, cluster)
+    check_size(parts.requested, cluster)
     if parts.plan.stages:
         found = predict(parts, cluster)
         return found.played, found.prologue, None

@@ -21,7 +21,7 @@ from meshwright.capture.pytree import map_leaves
 from meshwright.compile import Loss, captured_of, default_loss, lower, plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.core.rank_numbers import WorldRank
-from meshwright.core.techniques import Options, asked_beside
+from meshwright.core.techniques import Options, options_beside
 from meshwright.errors import RunError
 from meshwright.input_checks import plan_from
 from meshwright.partition import Partition
@@ -69,7 +69,7 @@ def verify(
     does.
     Raises PlanError for a plan of another model. The result says whether all is equal; `raise_if_different` insists.
     """
-    asked = asked_beside(plan, techniques)
+    asked = options_beside(plan, techniques)
     plan = plan_from(plan)
     if dtype not in TOLERANCE:
         raise RunError(
@@ -152,7 +152,12 @@ def _prove(
         differences = _compared(parts, graph, ranks, found, noise)
     plain = all(is_plain for _, is_plain in alone.values())
     report = Report(
-        parts.asked, dtype, tolerance, tuple(differences), inexact=inexact, captured=not plain and not inexact
+        parts.requested,
+        dtype,
+        tolerance,
+        tuple(differences),
+        inexact=inexact,
+        captured=not plain and not inexact,
     )
     if not report.ok:
         report = replace(report, first=first_difference(parts, batch_here, start, tolerance))
@@ -264,7 +269,7 @@ class _Comparison:
             self.differences.append(Difference(what, float("inf"), "a rank has none"))
             return
         errors = [0.0]
-        meshes = meshes_of(self.parts.asked)
+        meshes = meshes_of(self.parts.requested)
         for number, value in enumerate(values):
             if value is None:
                 continue

@@ -51,7 +51,7 @@ def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor
     """Locate the difference in the plan without stages, where a wrong split shows as well."""
     found = ""
     for one in parts.own or (parts,):
-        graph, asked = replace_reshards(one), one.asked
+        graph, asked = replace_reshards(one), one.requested
         once = replace(asked.techniques, micro_batches=1, pipeline=1, schedule="", stages=())
         plan = replace(
             asked, techniques=once, stages={}, world=None, meshes=(), fingerprint=fingerprint(graph)
@@ -64,8 +64,8 @@ def _in_one_stage(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor
 def _in_time(parts: Partition, batch: Any, start: Mapping[str, torch.Tensor], tolerance: float) -> str:
     """Locate the difference in the plan without micro-batches, where a wrong split shows as well."""
     graph = replace_reshards(parts)
-    once = replace(parts.asked.techniques, micro_batches=1, interleave=1)
-    plan = replace(parts.asked, techniques=once, fingerprint=fingerprint(graph))
+    once = replace(parts.requested.techniques, micro_batches=1, interleave=1)
+    plan = replace(parts.requested, techniques=once, fingerprint=fingerprint(graph))
     found = first_difference(partition(graph, plan), batch, start, tolerance)
     return f"in micro-batches only, if the full batch shows no more than this: {found}"
 

@@ -180,4 +180,4 @@ def simulate(
         run.state = {name: leaf.detach().clone() for name, leaf in step.leaves.items()}
         return run
 
-    return SimulatedWorld(parts.asked.ranks).run(body)
+    return SimulatedWorld(parts.requested.ranks).run(body)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.calibrate import fit, worker
-from meshwright.calibrate.plan import FULL, PACES, WAITED, Found, Point
+from meshwright.calibrate.plan import FULL, PACES, WAITED, MeasuredRow, Point
 from meshwright.calibrate.result import calibration, si
 from meshwright.calibrate.step_rows import priced
 from meshwright.core.collectives import PRICED
@@ -117,19 +117,19 @@ MACHINE = {
 LAUNCH = 2e-6
 
 
-def curve(name: str, rate: float, *works: float, launches: float = 1.0) -> Found:
-    return Found(name, tuple(Point(w, w / rate + launches * LAUNCH) for w in works))
+def curve(name: str, rate: float, *works: float, launches: float = 1.0) -> MeasuredRow:
+    return MeasuredRow(name, tuple(Point(w, w / rate + launches * LAUNCH) for w in works))
 
 
-def rows() -> list[Found]:
-    links = [Found(k, tuple(times(k, 100e-6, 1e9, "ring", (2,)))) for k in PRICED]
+def rows() -> list[MeasuredRow]:
+    links = [MeasuredRow(k, tuple(times(k, 100e-6, 1e9, "ring", (2,)))) for k in PRICED]
     return [
-        Found("launch", (Point(1.0, LAUNCH),)),
+        MeasuredRow("launch", (Point(1.0, LAUNCH),)),
         curve("matmul f32", 50e9, 1e6, 1e9),
         curve("memory", 8e9, 1e5, 1e8),
         curve("update", 6e9, 1e5, 1e8),
         *links,
-        Found("slowdown", (Point(1, 1.5), Point(2, 2.0)), unrest=1.4, attempts=3),
+        MeasuredRow("slowdown", (Point(1, 1.5), Point(2, 2.0)), unrest=1.4, attempts=3),
     ]
 
 
@@ -162,7 +162,7 @@ def test_rows_become_the_cluster_that_they_describe() -> None:
 
 def whole(
     name: str, flops: float, waited: float, hidden: float, rows_hidden: float, slower: dict[str, float]
-) -> Found:
+) -> MeasuredRow:
     """A step that computes, sends what it waits for and what it hides, on a machine where each class takes so many
     times as long as the other rows say."""
     tasks = [
@@ -180,7 +180,7 @@ def whole(
     ]
     about = {"mesh": [["rank", 2, "rank"]], "tasks": tasks}
     plain = calibration(MACHINE, [r for r in rows() if r.name != "slowdown"]).cluster
-    return Found(name, (Point(1.0, priced(about, plain).seconds(slower)),), about=about)
+    return MeasuredRow(name, (Point(1.0, priced(about, plain).seconds(slower)),), about=about)
 
 
 def test_whole_steps_correct_each_class_and_void_ones_do_not_count() -> None:
@@ -222,7 +222,7 @@ def test_steps_that_were_disturbed_a_little_count_where_quiet_ones_are_few() -> 
 def test_collectives_that_are_waited_for_have_rows_of_their_own() -> None:
     kinds = [name.partition(" ")[0] for name in WAITED]
     waited = [
-        Found(n, tuple(times(k, 250e-6, 5e8, "ring", (2,)))) for n, k in zip(WAITED, kinds, strict=True)
+        MeasuredRow(n, tuple(times(k, 250e-6, 5e8, "ring", (2,)))) for n, k in zip(WAITED, kinds, strict=True)
     ]
     cluster = calibration(MACHINE, [*rows(), *waited]).cluster
     for kind in kinds:
@@ -260,10 +260,10 @@ class Machine:
     def elapsed(self) -> float:
         return self.now
 
-    def measured(self, bench: object, name: str, measure: object) -> Found:
+    def measured(self, bench: object, name: str, measure: object) -> MeasuredRow:
         self.now += 1.0
         attempt = sum("row" in e and e["row"] == name for e in self.told)
-        return Found(name, (Point(1.0, float(attempt + 1)),), self.noise[name][attempt])
+        return MeasuredRow(name, (Point(1.0, float(attempt + 1)),), self.noise[name][attempt])
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_rows_are_measured_again_while_there_is_time(
 ) -> None:
     machine, pace = Machine(monkeypatch, noise), replace(PACES[FULL], attempts=attempts, limit_seconds=limit)
     missing = worker.look(machine, dict.fromkeys(noise), pace, machine.told.append)  # type: ignore[arg-type]
-    last = {e["row"]: Found.of(e) for e in machine.told if "row" in e}
+    last = {e["row"]: MeasuredRow.of(e) for e in machine.told if "row" in e}
     assert {n: (row.points[0].seconds, row.attempts) for n, row in last.items()} == kept
     assert missing == left_out
     assert all(e["begin"] == after["row"] for e, after in itertools.pairwise(machine.told) if "begin" in e)

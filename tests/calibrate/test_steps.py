@@ -13,7 +13,7 @@ from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate import step_rows as whole
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS
-from meshwright.calibrate.plan import PACES, QUICK, Found, Point
+from meshwright.calibrate.plan import PACES, QUICK, MeasuredRow, Point
 from meshwright.compile import captured_of, lower
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
@@ -40,8 +40,8 @@ def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(
     captured = captured_of(*MODELS[row.model][0](8))
     plan = steps.plan(captured, Mesh.of(rank=4), row)
     parts = lower(captured, replace(plan, techniques=replace(plan.techniques, **asked)))
-    told = Found(name, (Point(1.0, 1.0),), about=whole.told(parts, steps.neighbours(4)))
-    about = Found.of(json.loads(json.dumps(told.data()))).about
+    told = MeasuredRow(name, (Point(1.0, 1.0),), about=whole.told(parts, steps.neighbours(4)))
+    about = MeasuredRow.of(json.loads(json.dumps(told.data()))).about
     cluster = replace(Cluster.preset("cpu", ranks_per_node=4), measured=UNEVEN)
     on_level = [[axis, size, cluster.levels[-1].name] for axis, size, _ in about["mesh"]]
     made = whole.priced({**about, "mesh": on_level}, cluster)

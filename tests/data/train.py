@@ -77,7 +77,7 @@ def on_ranks(
         mine = {name: value.detach().clone() for name, value in values_of(model, captured).items()}
         return body(LocalStep(parts, Rank(comm, torch.device("cpu")), mine, sgd))
 
-    return SimulatedWorld(parts.asked.ranks).run(of_rank)
+    return SimulatedWorld(parts.requested.ranks).run(of_rank)
 
 
 def losses_of(loader: ShardedLoader, step: LocalStep, steps: int | None = None) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.heartbeat import IN_STEP, OWN_CODE
 from meshwright.heartbeat.reader import Group, Seen, Waits
-from meshwright.launch.hang_diagnosis import State, blame
+from meshwright.launch.hang_diagnosis import State, diagnose
 
 ALL = Group((0, 1, 2), "dp")
 TOLD = {(ALL, 7): ("all_reduce", "%a forward (model.py:3)"), (ALL, 8): ("all_gather", "%b forward")}
@@ -25,7 +25,7 @@ def busy(number: int, what: str = OWN_CODE, process: str = "running") -> State:
 
 
 def test_who_has_not_come_to_a_collective_hangs() -> None:
-    found = blame({0: waiting(8), 1: busy(7, "reading a batch"), 2: waiting(8)}, 10.0, 100.0)
+    found = diagnose({0: waiting(8), 1: busy(7, "reading a batch"), 2: waiting(8)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
     assert found.what == "rank 1 of 3 hangs: nothing has moved for 10 s"
     assert found.lines == (
@@ -37,27 +37,27 @@ def test_who_has_not_come_to_a_collective_hangs() -> None:
 
 def test_who_waits_for_one_that_waits_for_another_does_not_hang() -> None:
     message = waiting(3, "receive", Group((1, 0), "received"))
-    found = blame({0: message, 1: waiting(8), 2: busy(7)}, 10.0, 100.0)
+    found = diagnose({0: message, 1: waiting(8), 2: busy(7)}, 10.0, 100.0)
     assert found is not None and found.ranks == (2,)
     assert "rank 0 waits in a receive, 3rd message from rank 1 to rank 0" in found.lines[1]
 
 
 @pytest.mark.parametrize("state", [busy(8, process="stopped"), State(waiting(8).seen, "stopped")])
 def test_who_is_stopped_hangs_also_within_a_collective(state: State) -> None:
-    found = blame({0: waiting(8), 1: state, 2: waiting(8)}, 10.0, 100.0)
+    found = diagnose({0: waiting(8), 1: state, 2: waiting(8)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
     assert found.what == "rank 1 of 3 is stopped: nothing has moved for 10 s"
     assert found.lines[0].startswith("rank 1: is stopped (SIGSTOP, or a debugger): ")
 
 
 def test_who_has_ended_is_waited_for_in_vain() -> None:
-    found = blame({0: waiting(8), 1: busy(7, process="gone"), 2: waiting(8)}, 10.0, 100.0)
+    found = diagnose({0: waiting(8), 1: busy(7, process="gone"), 2: waiting(8)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
     assert found.lines[0].startswith("rank 1: has ended: the script's own code after step 4")
 
 
 def test_who_has_no_record_yet_is_waited_for() -> None:
-    found = blame({0: waiting(1, "word of all ranks"), 1: State(None), 2: busy(1)}, 10.0, 100.0)
+    found = diagnose({0: waiting(1, "word of all ranks"), 1: State(None), 2: busy(1)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
     assert found.lines[0] == "rank 1: has not come to `import meshwright` yet"
 
@@ -68,7 +68,7 @@ def test_who_left_a_collective_out_is_found_where_all_wait() -> None:
     skipped = {**TOLD, (ALL, 7): ("all_gather", "%b forward"), (ALL, 8): ("all_reduce", "%c")}
     waits = Waits("all_reduce", ALL, 8, "%c")
     odd = State(Seen("forward", False, 5, (), 90.0, waits, {ALL: 8}, skipped))
-    found = blame({0: other, 1: odd, 2: other}, 10.0, 100.0)
+    found = diagnose({0: other, 1: odd, 2: other}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
     assert found.lines[0] == (
         "rank 1 left a collective out, or began one too many: the 7th of ranks 0 to 2 along dp is the all_gather of "
@@ -78,7 +78,7 @@ def test_who_left_a_collective_out_is_found_where_all_wait() -> None:
 
 def test_ranks_that_wait_for_one_another() -> None:
     one, two = (waiting(1, "receive", Group(pair, "received")) for pair in ((1, 0), (0, 1)))
-    found = blame({0: one, 1: two}, 10.0, 100.0)
+    found = diagnose({0: one, 1: two}, 10.0, 100.0)
     assert found is not None and found.ranks == (0, 1)
     assert found.what == "ranks 0, 1 of 2 wait for one another: nothing has moved for 10 s"
 
@@ -86,15 +86,15 @@ def test_ranks_that_wait_for_one_another() -> None:
 def test_a_checkpoint_without_a_name_waits_for_rank_0() -> None:
     group = Group((0, 1, 2), "save")
     others = waiting(1, "checkpoint", group)
-    found = blame({0: busy(0, "saving"), 1: others, 2: others}, 10.0, 100.0)
+    found = diagnose({0: busy(0, "saving"), 1: others, 2: others}, 10.0, 100.0)
     assert found is not None and found.ranks == (0,)
 
 
 def test_where_nobody_waits() -> None:
-    assert blame({0: busy(8), 1: busy(8)}, 10.0, 100.0) is None  # an evaluation of the script's own, maybe
-    assert blame({0: State(None), 1: State(None)}, 10.0, 100.0) is None
-    assert blame({0: busy(8, process="gone"), 1: busy(7)}, 10.0, 100.0) is None  # it has come to its end
-    found = blame({0: busy(8), 1: busy(7)}, 10.0, 100.0)  # on a GPU nobody is seen to wait
+    assert diagnose({0: busy(8), 1: busy(8)}, 10.0, 100.0) is None  # an evaluation of the script's own, maybe
+    assert diagnose({0: State(None), 1: State(None)}, 10.0, 100.0) is None
+    assert diagnose({0: busy(8, process="gone"), 1: busy(7)}, 10.0, 100.0) is None  # it has come to its end
+    found = diagnose({0: busy(8), 1: busy(7)}, 10.0, 100.0)  # on a GPU nobody is seen to wait
     assert found is not None and found.ranks == (1,)
-    found = blame({0: busy(8, IN_STEP), 1: busy(8, IN_STEP)}, 10.0, 100.0)
+    found = diagnose({0: busy(8, IN_STEP), 1: busy(8, IN_STEP)}, 10.0, 100.0)
     assert found is not None and found.ranks == (0, 1)

@@ -49,7 +49,7 @@ def adds_of_a_step(parts: Partition) -> Multiset[int]:
     """Elements → how often so many are added to as many on the first rank: in place, where copies take turns anew."""
     model, batch, loss = BUILT
     values = values_of(model, captured_of(model, batch, loss))
-    rank = Rank(Counter(parts.asked.ranks, 0), torch.device("cpu"))
+    rank = Rank(Counter(parts.requested.ranks, 0), torch.device("cpu"))
     step = LocalStep(parts, rank, values, None)
     given = dict(leaves(batch))
     step(given)

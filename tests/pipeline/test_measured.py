@@ -126,9 +126,9 @@ def test_what_ranks_record_is_their_list_and_leaves_no_trace_behind(
         assert (dict(step.executor.kinds), [one.comm for one in talkers]) == before
         return ahead, recorder.spans(), [(a.kind, a.stage, a.micro_batch) for a in step.actions]
 
-    found = SimulatedWorld(meshes_of(parts.asked).world).run(body)
+    found = SimulatedWorld(meshes_of(parts.requested).world).run(body)
     for rank, (ahead, spans, actions) in enumerate(found):
-        place = meshes_of(parts.asked).place(rank)
+        place = meshes_of(parts.requested).place(rank)
         listed = [a for a in actions if a[0] != "update"]
         told = [(s.action.kind, s.action.stage, s.action.micro_batch) for s in spans]
         assert [a if a[0] != "reduce_wait" else ("reduce", *a[1:]) for a in listed] == told

@@ -88,12 +88,12 @@ def test_gradients_of_a_stage_are_sent_while_the_rank_computes_others(waited: fl
 def peaks(options: dict[str, Any], mesh: Any, place: int) -> tuple[int, int]:
     """The most bytes on a rank at a place of the pipeline: predicted, and by the allocator."""
     parts = lowered(options, mesh)[2]
-    world = parts.asked.ranks  # of which one only counts what is sent: nothing is copied for it
+    world = parts.requested.ranks  # of which one only counts what is sent: nothing is copied for it
     expected = peaks_of(parts, Cluster.local(world.size), staged=False)[place]
 
     def make() -> Callable[[], torch.Tensor]:
         values, batch, parts = lowered(options, mesh)
-        comm = Counter(world, meshes_of(parts.asked).at(place, 0))
+        comm = Counter(world, meshes_of(parts.requested).at(place, 0))
         plain = {k: v.detach() for k, v in values.items()}
         step = LocalStep(
             parts, Rank(comm, torch.device("cpu")), plain, lambda p: torch.optim.AdamW(p, lr=1e-3)
@@ -115,7 +115,7 @@ def test_a_micro_batch_pays_for_starting_each_of_its_messages() -> None:
     )
     for place in (0, 1):
         values, batch, parts = lowered({"pipeline": 2, "micro_batches": 4}, {"dp": 2})
-        comm = Counter(parts.asked.ranks, meshes_of(parts.asked).at(place, 0))
+        comm = Counter(parts.requested.ranks, meshes_of(parts.requested).at(place, 0))
         LocalStep(parts, Rank(comm, torch.device("cpu")), values, None).gradients(batch)
         tied = 256 * 64 * 4  # the table's gradient, added up at the end; and there is the loss
         passed = [k for k, _, size in comm.calls if k in ("send", "receive") and size not in (4, tied)]
@@ -149,7 +149,9 @@ def test_linears_whose_weights_wait_pay_for_the_queue(schedule: str) -> None:
     )
     launch = Cluster.preset("cpu", ranks_per_node=2).device.launch_seconds
     for place in (0, 1):
-        step = LocalStep(parts, Rank(Counter(parts.asked.ranks, place), torch.device("cpu")), values, None)
+        step = LocalStep(
+            parts, Rank(Counter(parts.requested.ranks, place), torch.device("cpu")), values, None
+        )
         _, module = step.made.programs[place][0]
         linears = sum(isinstance(m, SplitLinear) for m in module.modules())
         assert bool(linears) == (schedule == "zero_bubble")

@@ -11,17 +11,17 @@ from hypothesis import given
 
 from meshwright.core.layout import Cat, TensorLayout, parse_layout
 from meshwright.core.mesh import Mesh
-from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving, received_elements
+from meshwright.redistribute.across_meshes import MeshLayout, Route, arriving, leaving, received_elements
 from meshwright.redistribute.storage import repeated_axes, stored
 from tests.redistribute.test_redistribute import problems
 
 
-def part(laid: Laid, numbers: np.ndarray, rank: int) -> np.ndarray:
+def part(laid: MeshLayout, numbers: np.ndarray, rank: int) -> np.ndarray:
     held = laid.layout.indices(laid.mesh, laid.at(rank))
     return numbers[np.ix_(*held)] if held else numbers
 
 
-def check(source: Laid, to: Laid) -> None:
+def check(source: MeshLayout, to: MeshLayout) -> None:
     numbers = np.arange(np.prod(source.layout.shape, dtype=int)).reshape(source.layout.shape)
     sent = {(s, r): piece for s in range(source.ranks) for r, piece in leaving(source, to, s)}
     parted = all(not isinstance(item, Cat) for dim in source.layout.dims for item in dim)
@@ -45,7 +45,7 @@ def check(source: Laid, to: Laid) -> None:
 @given(problems())
 def test_a_rank_receives_what_it_holds(problem: tuple[Mesh, TensorLayout, TensorLayout]) -> None:
     mesh, one, other = problem
-    check(Laid(TensorLayout(one.dims), mesh), Laid(TensorLayout(other.dims), mesh))
+    check(MeshLayout(TensorLayout(one.dims), mesh), MeshLayout(TensorLayout(other.dims), mesh))
 
 
 MESHES = {"a": Mesh.of(dp=4), "b": Mesh.of(dp=2, tp=3), "c": Mesh.of(ranks=1), "d": Mesh.of(tp=2, dp=2)}
@@ -65,7 +65,7 @@ LAID = [
 @pytest.mark.parametrize("to", LAID, ids=str)
 @pytest.mark.parametrize("source", LAID, ids=str)
 def test_meshes_may_differ_in_shape_and_size(source: tuple[str, str], to: tuple[str, str]) -> None:
-    one, other = (Laid(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
+    one, other = (MeshLayout(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
     check(one, other)
 
 
@@ -73,27 +73,30 @@ def test_micro_batches_are_parts_of_their_own() -> None:
     one = Mesh.of(dp=2).in_time(2)
     other = Mesh.of(tp=2).in_time(2)
     for m in range(2):
-        check(Laid(parse_layout("[8/time.dp, 6]"), one, m), Laid(parse_layout("[8/time, 6/tp]"), other, m))
+        check(
+            MeshLayout(parse_layout("[8/time.dp, 6]"), one, m),
+            MeshLayout(parse_layout("[8/time, 6/tp]"), other, m),
+        )
 
 
 def test_copies_share_the_sending() -> None:
     """Four ranks hold the whole: each sends a quarter of what four others hold in parts."""
     whole, split = (
-        Laid(parse_layout("[8, 4]"), Mesh.of(tp=4)),
-        Laid(parse_layout("[8/dp0.dp1, 4]"), Mesh.of(dp=4)),
+        MeshLayout(parse_layout("[8, 4]"), Mesh.of(tp=4)),
+        MeshLayout(parse_layout("[8/dp0.dp1, 4]"), Mesh.of(dp=4)),
     )
     assert [[r for r, _ in leaving(whole, split, s)] for s in range(4)] == [[0], [1], [2], [3]]
 
 
 def test_ranks_of_equal_number_talk_where_both_hold_the_same() -> None:
-    laid = Laid(parse_layout("[8/tp, 4]"), Mesh.of(dp=2, tp=2))
+    laid = MeshLayout(parse_layout("[8/tp, 4]"), Mesh.of(dp=2, tp=2))
     assert [[r for r, _ in leaving(laid, laid, s)] for s in range(4)] == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("to", LAID, ids=str)
 @pytest.mark.parametrize("source", LAID, ids=str)
 def test_what_ranks_pass_on_to_one_another_crosses_once(source: tuple[str, str], to: tuple[str, str]) -> None:
-    there, here = (Laid(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
+    there, here = (MeshLayout(parse_layout(text), MESHES[mesh]) for mesh, text in (source, to))
     axes = repeated_axes(here.layout, here.mesh)
     parts = replace(here, layout=stored(here.layout, axes, here.mesh))
     route = Route(there, here, parts)

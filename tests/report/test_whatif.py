@@ -48,7 +48,7 @@ def test_a_technique_taken_away_takes_along_what_only_says_how():
     made = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel", **asked)
     graph = captured_of(model, batch, loss).graph
     without, _ = changed(made, graph, factors_of(graph), {"optimizer_parallel": 0})
-    assert without.techniques.asked() == {} and not without.again
+    assert without.techniques.non_defaults() == {} and not without.again
     plain = plan(model, batch, loss=loss, mesh={"dp": 2}, mode="data_parallel")
     assert dict(without.inputs) == dict(plain.inputs)
     with pytest.raises(PlanError, match="threshold_kb"):  # asked for anew, it is no rest

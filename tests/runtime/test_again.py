@@ -24,7 +24,7 @@ from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import Strategy
 from meshwright.ops.table import rules_of
 from meshwright.partition.collectives import program_collectives
-from meshwright.partition.recompute import alike
+from meshwright.partition.recompute import has_even_blocks
 from meshwright.plan.plan import Plan
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import Counter
@@ -148,7 +148,7 @@ def test_ranks_that_may_keep_different_things_are_told_apart(
     mesh = Mesh.of({"a": 2, "b": 3})
     layout = TensorLayout(((SubDim(size, axes),),))
     lengths = {layout.local_shape(mesh, mesh.coordinate(r))[0] for r in range(mesh.size)}
-    assert alike(layout, mesh) is expected
+    assert has_even_blocks(layout, mesh) is expected
     assert expected == (len(lengths) == 1 or min(lengths) >= 2)
 
 

@@ -100,7 +100,7 @@ def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
 
     def body(step: Any) -> None:
         if step.pipe is not None:
-            step.alike.options = frozenset({(0, "lr")})  # as `train_step` finds it out
+            step.comparison.options = frozenset({(0, "lr")})  # as `train_step` finds it out
         step(example)
         if step.world.rank == 1:
             step.optimizer.param_groups[0]["lr"] = 0.3
@@ -136,7 +136,7 @@ def test_forward_steps_compare_too() -> None:
         with pytest.raises(BatchError, match="'x' of the batch of step 1 differs"):  # found in the next pass
             forward({"x": example["x"]})
 
-    SimulatedWorld(parts.asked.ranks).run(on_rank)
+    SimulatedWorld(parts.requested.ranks).run(on_rank)
 
 
 def test_when_ranks_compare() -> None:

@@ -14,7 +14,7 @@ from meshwright.ops.analysis import factors_of
 from meshwright.predict.tasks import simulate
 from meshwright.request import request_for
 from meshwright.search.context import SearchContext
-from meshwright.search.layer_groups import folded, whole
+from meshwright.search.layer_groups import folded, without_folds
 from meshwright.search.planner import Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.families import named
@@ -31,7 +31,11 @@ def planner_of(model: str, mesh: str, kind: str) -> Planner:
     where = cluster(kind, mesh)
     request = request_for(where)
     assert request is not None
-    folds = folded(captured.graph, captured.folding, {}) if captured.folding.blocks else whole(captured.graph)
+    folds = (
+        folded(captured.graph, captured.folding, {})
+        if captured.folding.blocks
+        else without_folds(captured.graph)
+    )
     context = SearchContext(folds.graph, factors_of(folds.graph), where.place(Mesh.of(MESHES[mesh])))
     return Planner(context, folds, {}, request)
 

@@ -17,7 +17,7 @@ from meshwright.predict.price import program_price
 from meshwright.request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.layer_groups import whole
+from meshwright.search.layer_groups import without_folds
 from meshwright.search.planner import Planner, families_of
 from meshwright.search.solve import solve
 from meshwright.search.solve.problem import Problem
@@ -35,7 +35,7 @@ def planner(**techniques: Any) -> Planner:
     request = request_for(machine, 1e12)
     assert request is not None
     context = SearchContext(captured.graph, factors_of(captured.graph), machine.mesh)
-    return Planner(context, whole(captured.graph), {}, request).under(techniques_from(techniques))
+    return Planner(context, without_folds(captured.graph), {}, request).under(techniques_from(techniques))
 
 
 def data_parallel(of: Planner) -> Space:

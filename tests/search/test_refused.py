@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.search.test_alike import of_model
 
 import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
@@ -19,7 +20,6 @@ from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from tests.search.planned import SEARCHES, made
-from tests.search.test_alike import of_model
 
 
 @pytest.mark.parametrize("mode", SEARCHES)

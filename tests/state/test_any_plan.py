@@ -71,7 +71,7 @@ def prove(folder: Path, name: str, optimizer: str, first: Case, second: Case) ->
         found = load(step, source)
         assert (found.step, step.rank.step, step.rank.seed, found.optimizer) == (2, 2, 3, True)
         count = check_parts(step, expected)
-        Saves(step, step.parts.asked).save(target)
+        Saves(step, step.parts.requested).save(target)
         return count
 
     held = run(name, first, lambda step: through(folder / "alone", folder / "first", step), optimizer)
@@ -118,7 +118,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, wanted: Case)
         for number in range(4):
             losses.append(step(batch_of("gpt")))
             if number == 1:
-                Saves(step, step.parts.asked).save(tmp_path)
+                Saves(step, step.parts.requested).save(tmp_path)
         return losses
 
     def stopped(step: LocalStep) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def spread(step: LocalStep) -> None:
         load(step, tmp_path / "alone")
-        Saves(step, step.parts.asked).save(tmp_path / "ckpt", data={"at": 3})
+        Saves(step, step.parts.requested).save(tmp_path / "ckpt", data={"at": 3})
 
     run("gpt", MIXED, spread)
     weights = {n[6:]: v for n, v in expected.items() if n.startswith("model.")}
@@ -69,7 +69,7 @@ def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_ours_to_ours_keeps_everything_in_one_file(tmp_path: Path) -> None:
     def train(step: LocalStep) -> None:
         step(batch_of("gpt"))
-        Saves(step, step.parts.asked).save(tmp_path / "many", data=[1])
+        Saves(step, step.parts.requested).save(tmp_path / "many", data=[1])
 
     run("gpt", MIXED, train)
     assert convert(tmp_path / "many", tmp_path / "one", to="sharded").left_out == ()
@@ -188,7 +188,7 @@ def test_torch_loads_our_checkpoints(tmp_path: Path) -> None:
 
     def spread(step: LocalStep) -> None:
         load(step, tmp_path / "alone")
-        Saves(step, step.parts.asked).save(tmp_path / "ckpt")
+        Saves(step, step.parts.requested).save(tmp_path / "ckpt")
 
     run("gpt", MIXED, spread)
     weights = {n[6:]: torch.zeros_like(v) for n, v in expected.items() if n.startswith("model.")}

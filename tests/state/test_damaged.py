@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def body(step: LocalStep) -> None:
         for _ in range(2):
             step(batch_of("gpt"))
-            Saves(step, step.parts.asked).save(folder)
+            Saves(step, step.parts.requested).save(folder)
 
     run("gpt", TWO, body)
     return folder

@@ -112,7 +112,7 @@ def test_a_damaged_part_leaves_the_step_as_it_was(tmp_path: Path) -> None:
     run(
         "gpt",
         case({"dp": 2}),
-        lambda step: (step(batch_of("gpt")), Saves(step, step.parts.asked).save(tmp_path)),
+        lambda step: (step(batch_of("gpt")), Saves(step, step.parts.requested).save(tmp_path)),
     )
     index = read_index(tmp_path / "step-00000001")
     *_, last = (entry for name, entry in index.tensors.items() if name.startswith("optim.state."))
@@ -172,6 +172,6 @@ def test_what_was_read_is_what_one_device_holds(tmp_path: Path) -> None:
     expected = run(
         "gpt",
         case({"dp": 1}),
-        lambda s: (s(batch_of("gpt")), Saves(s, s.parts.asked).save(tmp_path), whole_state(s)),
+        lambda s: (s(batch_of("gpt")), Saves(s, s.parts.requested).save(tmp_path), whole_state(s)),
     )[0][2]
     assert all(run("gpt", case({"dp": 3}), lambda s: (load(s, tmp_path), check_parts(s, expected))[1]))

@@ -129,7 +129,7 @@ def test_a_save_beside_the_steps_has_the_values_of_its_time(
     def body(step: LocalStep) -> tuple[dict[str, torch.Tensor], bool]:
         step(batch_of("gpt"))
         before = {n: p.detach().clone() for n, p in step.parameters.items()}
-        saves = Saves(step, step.parts.asked)
+        saves = Saves(step, step.parts.requested)
         saves.save(tmp_path, async_=True)
         step(batch_of("gpt"))
         step(batch_of("gpt"))
@@ -169,7 +169,7 @@ def test_a_note_that_does_not_fit_on_the_disk(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's part fits, and its note to rank 0 does not: nobody waits for it."""
-    write = writing.write_whole
+    write = writing.write_atomically
 
     def full(path: Path, text: str, **how: Any) -> None:
         if path.name == "rank00001.json" and len(text) > room:
@@ -178,7 +178,7 @@ def test_a_note_that_does_not_fit_on_the_disk(
 
     def body(step: LocalStep) -> None:
         with pytest.raises(CheckpointError, match=r"could not be written: rank00001\.json") as caught:
-            Saves(step, step.parts.asked).save(tmp_path)
+            Saves(step, step.parts.requested).save(tmp_path)
         assert "the checkpoint before is as it was" in str(caught.value)
 
     monkeypatch.setattr(
@@ -191,7 +191,7 @@ def test_a_note_that_does_not_fit_on_the_disk(
 def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
     def body(step: LocalStep) -> None:
         with pytest.raises(CheckpointError, match="rank 1 saves another data than rank 0"):
-            Saves(step, step.parts.asked).save(tmp_path, data={"at": step.world.rank})
+            Saves(step, step.parts.requested).save(tmp_path, data={"at": step.world.rank})
 
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("step-*"))
@@ -200,7 +200,7 @@ def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
 def test_ranks_that_save_in_several_places_are_refused(tmp_path: Path) -> None:
     def body(step: LocalStep) -> None:
         with pytest.raises(CheckpointError, match=r"rank 1: this rank saves in .*b'|this rank saves in .*b'"):
-            Saves(step, step.parts.asked).save(tmp_path / "ab"[step.world.rank])
+            Saves(step, step.parts.requested).save(tmp_path / "ab"[step.world.rank])
 
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("*/*"))
@@ -214,7 +214,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(
             CheckpointError, match="ranks 1 have not written" if step.world.rank == 0 else "rank"
         ):
-            Saves(step, step.parts.asked, patience_seconds=0.3).save(tmp_path)
+            Saves(step, step.parts.requested, patience_seconds=0.3).save(tmp_path)
 
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("step-*"))
@@ -255,7 +255,7 @@ def test_parameters_without_states_start_fresh(tmp_path: Path) -> None:
     """Saved before the first step: the states that the optimizer has since are gone after loading."""
 
     def body(step: LocalStep) -> dict[str, torch.Tensor]:
-        Saves(step, step.parts.asked).save(tmp_path)
+        Saves(step, step.parts.requested).save(tmp_path)
         before = whole_state(step)
         step(batch_of("recommender"))
         load(step, tmp_path)

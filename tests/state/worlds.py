@@ -87,7 +87,7 @@ def run(
         rank = Rank(comm, torch.device("cpu"), seed=seed)
         return body(LocalStep(parts, rank, mine, OPTIMIZERS[optimizer]))
 
-    return SimulatedWorld(parts.asked.ranks).run(on_rank)
+    return SimulatedWorld(parts.requested.ranks).run(on_rank)
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def alone_trained(name: str, path: Path, optimizer: str, seed: int = 0) -> dict[
     def body(step: LocalStep) -> dict[str, torch.Tensor]:
         for _ in range(2):
             step(batch_of(name))
-        Saves(step, step.parts.asked).save(path)
+        Saves(step, step.parts.requested).save(path)
         return whole_state(step)
 
     return run(name, case({"dp": 1}), body, optimizer, seed)[0]

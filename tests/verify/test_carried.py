@@ -11,7 +11,7 @@ import torch
 import meshwright as mw
 from meshwright.compile import captured_of
 from meshwright.examples import gpt
-from meshwright.search.reuse import Held, carried_to_train
+from meshwright.search.reuse import StoredLayout, carried_to_train
 from tests.breadth import first
 
 PINS = {"blocks.*.qkv": {"n": "tp"}, "blocks.*.up": {"n": "tp"}, "head": {"n": "tp"}}
@@ -42,7 +42,7 @@ def test_a_plan_carried_over_is_equal_to_one_device(name: str, what: str) -> Non
     plan = mw.plan(model, batch, loss=loss, **PLANS[name], **cluster)
     graph = captured_of(model, batch, loss).graph
     held = {
-        e.name: Held(plan.inputs[e.name].forward, plan.states.get(e.name), e.needs_grad)
+        e.name: StoredLayout(plan.inputs[e.name].forward, plan.states.get(e.name), e.needs_grad)
         for e in graph.input_of("parameter")
     }
     if what == "shorter":

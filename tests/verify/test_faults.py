@@ -53,7 +53,7 @@ def check(edit: Callable[[Graph, int], Graph], where: str = "", **options) -> No
     verify_partition(model, batch, loss, captured, parts).raise_if_different()
     changed = [parts.local(r) != edit(parts.local(r), r) for r in range(parts.plan.mesh.size)]
     assert any(changed), "the fault was not planted"
-    faulty = Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit=edit)
+    faulty = Faulty(parts.plan, parts.factors, parts.resharded, parts.requested, edit=edit)
     report = verify_partition(model, batch, loss, captured, faulty)
     assert not report.ok
     with pytest.raises(VerificationError, match="does not compute what one device computes"):
@@ -213,7 +213,7 @@ def test_a_wrong_mask_offset() -> None:
         batch,
         loss,
         captured,
-        Faulty(parts.plan, parts.factors, parts.resharded, parts.asked, edit=first_rows),
+        Faulty(parts.plan, parts.factors, parts.resharded, parts.requested, edit=first_rows),
     )
     assert not report.ok
     assert "attention" in report.first
@@ -227,7 +227,7 @@ def test_a_fused_qkv_cut_contiguously() -> None:
         if entry.target.endswith("qkv.weight"):
             assert "(3 4/tp 12)" in str(layouts[entry.name])
             layouts[entry.name] = replace(parse_layout("[144/tp, 48]"), grad=layouts[entry.name].grad)
-    faulty = Partition(parts.plan, parts.factors, replace(parts.resharded, layouts=layouts), parts.asked)
+    faulty = Partition(parts.plan, parts.factors, replace(parts.resharded, layouts=layouts), parts.requested)
     report = verify_partition(model, batch, loss, captured, faulty)
     assert not report.ok
     assert "qkv" in report.first
@@ -277,7 +277,7 @@ def test_a_trained_frozen_branch() -> None:
     inputs = tuple(replace(i, needs_grad=i.role == "parameter") for i in parts.resharded.graph.inputs)
     resharded = replace(parts.resharded, graph=replace(parts.resharded.graph, inputs=inputs))
     report = verify_partition(
-        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, parts.asked, edit=thaw)
+        model, batch, loss, captured, Faulty(parts.plan, parts.factors, resharded, parts.requested, edit=thaw)
     )
     assert not report.ok
     assert any("gradient of target" in d.what and d.error > 1e-12 for d in report.differences)

@@ -256,4 +256,4 @@ def test_one_micro_batch_is_the_plan_itself() -> None:
     model, batch, loss = head("a mean by hand")
     plan = mw.plan(model, batch, loss=loss, mesh=2)
     parts = lower(captured_of(model, batch, loss), plan)
-    assert parts.plan is parts.asked
+    assert parts.plan is parts.requested

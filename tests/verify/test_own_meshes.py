@@ -227,7 +227,10 @@ def test_what_ranks_pass_on_to_one_another_crosses_once(
     cluster = far_apart(sum(math.prod(mesh.values()) for mesh in meshes))
     plan = planned(name, *meshes, cluster=cluster, **options)
     parts, told = lower(captured, plan), []
-    for routes in (Routes(parts, (0, 1)), Routes(replace(parts, asked=replace(plan, prices=None)), (0, 1))):
+    for routes in (
+        Routes(parts, (0, 1)),
+        Routes(replace(parts, requested=replace(plan, prices=None)), (0, 1)),
+    ):
         stages = parts.stages(parts.resharded.graph)
         sent = [routes.of(Message(value, 0, 1, 0, False)) for value in stages[0].gives]
         told.append(
@@ -270,11 +273,11 @@ def test_each_rank_counts_what_crosses() -> None:
     captured = captured_of(model, batch, loss)
     parts = lower(captured, planned("llama", TWO, ONE, micro_batches=1))
     values = {k: v.detach().clone() for k, v in values_of(model, captured).items()}
-    comm = Counter(parts.asked.ranks, 2)
+    comm = Counter(parts.requested.ranks, 2)
     step = LocalStep(parts, Rank(comm, torch.device("cpu")), values, None)
     step.gradients(dict(leaves(batch)))
     calls = [(kind, size) for kind, _, size in comm.calls]
-    there = parts.of_place(meshes_of(parts.asked).place(2))
+    there = parts.of_place(meshes_of(parts.requested).place(2))
     stage = there.stages(there.local(0))[1]
     crossing = sum(stage.segment.graph.types[v].size_bytes for v in stage.takes)
     received = [size for kind, size in calls if kind == "receive"]
@@ -296,7 +299,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages() -> None:
         return step.clip(1e9).item()
 
     alone = lower(captured, mw.plan(model, batch, loss=loss, mesh=1, mode="stand_alone"))
-    expected = SimulatedWorld(alone.asked.ranks)
+    expected = SimulatedWorld(alone.requested.ranks)
 
     def one(comm: Any) -> float:
         values = {k: v.detach().clone() for k, v in start.items()}
@@ -305,5 +308,5 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages() -> None:
         return step.clip(1e9).item()
 
     (norm,) = expected.run(one)
-    found = SimulatedWorld(parts.asked.ranks).run(body)
+    found = SimulatedWorld(parts.requested.ranks).run(body)
     assert found == pytest.approx([norm] * 3, rel=1e-5)

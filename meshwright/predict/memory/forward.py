@@ -23,7 +23,7 @@ from meshwright.predict.memory.in_flight import FlightMemory
 from meshwright.predict.memory.messages import moved
 from meshwright.predict.memory.offload import ActivationMemory, FetchMemory
 from meshwright.predict.memory.operator import OperatorMemory
-from meshwright.predict.memory.recompute import Held, Notes
+from meshwright.predict.memory.recompute import Notes, SavedResult
 from meshwright.predict.memory.updates import ALONE, Beside
 from meshwright.redistribute import Reshard
 
@@ -33,7 +33,7 @@ class _Kept:
     """The tensors that autograd saves for one node."""
 
     storages: list[Storage]
-    notes: list[Held]
+    notes: list[SavedResult]
 
 
 class ForwardWalk:
@@ -200,7 +200,7 @@ class ForwardWalk:
 
     def _keep(self, node: Node, shared: list[Storage], extra: list[Storage]) -> None:
         storages: list[Storage] = []
-        notes: list[Held] = []
+        notes: list[SavedResult] = []
         for storage in {id(s): s for s in (*shared, *extra)}.values():
             note = self.notes.of(storage)
             if note is None:

@@ -11,7 +11,7 @@ from meshwright.partition.insert_reshards import backward_itemsize
 from meshwright.partition.overlap import members_of
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.messages import Crossing, own_part
-from meshwright.predict.memory.recompute import Held, Notes
+from meshwright.predict.memory.recompute import Notes, SavedResult
 from meshwright.redistribute import Reshard
 
 
@@ -25,8 +25,8 @@ class _Once:
     before: _Once | None
     ahead: int  # flights before it that start with its first result
     sources: list[Storage]
-    notes: list[Held]
-    waits: list[tuple[Node, Storage, Held]] = field(default_factory=list)
+    notes: list[SavedResult]
+    waits: list[tuple[Node, Storage, SavedResult]] = field(default_factory=list)
     crossing: Crossing | None = None
     opened: bool = False
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from meshwright.predict.memory.allocator import Heap, Storage
 
-Held = tuple["Call", int]  # one of the results of an operator
+SavedResult = tuple["Call", int]  # one of the results of an operator
 Make = Callable[[list[Storage]], list[Storage]]  # where arguments lie now → results, held once
 
 
@@ -26,9 +26,9 @@ class Call:
     lies: tuple[Storage, ...]
     make: Make
     uses: list[int]
-    read: list[Storage | Held] = field(default_factory=list)
+    read: list[Storage | SavedResult] = field(default_factory=list)
     kept: list[Storage] = field(default_factory=list)
-    needs: list[Held] = field(default_factory=list)
+    needs: list[SavedResult] = field(default_factory=list)
     made: list[Storage] | None = None
 
     @property
@@ -42,7 +42,7 @@ class Notes:
 
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
-        self._known: dict[int, Held] = {}
+        self._known: dict[int, SavedResult] = {}
 
     def watch(
         self,
@@ -70,16 +70,16 @@ class Notes:
         self._known.update((id(s), (call, k)) for k, s in enumerate(lies))
         return call
 
-    def of(self, storage: Storage) -> Held | None:
+    def of(self, storage: Storage) -> SavedResult | None:
         """Return the placeholder of a memory, if there is one."""
         return self._known.get(id(storage))
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: SavedResult) -> None:
         """Add a reference."""
         call, number = held
         call.uses[number] += 1
 
-    def release(self, held: Held) -> None:
+    def release(self, held: SavedResult) -> None:
         """Remove a reference."""
         call, number = held
         call.uses[number] -= 1
@@ -94,7 +94,7 @@ class Notes:
         if held is not None and held[0].ended:
             self._let_go(held[0])
 
-    def open(self, held: Held) -> None:
+    def open(self, held: SavedResult) -> None:
         """Recompute a value, after its inputs."""
         todo = [held[0]]
         while todo:
@@ -129,7 +129,7 @@ class Notes:
             self.release(source)
 
 
-def _made(held: Held) -> Storage:
+def _made(held: SavedResult) -> Storage:
     """Return the memory of a recomputed result."""
     call, number = held
     assert call.made is not None

@@ -12,7 +12,7 @@ import torch
 from meshwright.core.layout import TensorLayout
 from meshwright.core.rank_numbers import PipelineRank, StageRank, WorldRank
 from meshwright.pipeline.meshes import Meshes
-from meshwright.redistribute.across_meshes import Laid, Route, arriving, leaving
+from meshwright.redistribute.across_meshes import MeshLayout, Route, arriving, leaving
 from meshwright.runtime.communicator.protocol import Communicator, Later, Work
 from meshwright.runtime.index import Picker
 
@@ -59,7 +59,13 @@ class InStage(Base):
         return self._collect(into, place, tag, _arriving(route.there, route.here, self.rank))
 
     def _receive_parts(
-        self, into: torch.Tensor, place: PipelineRank, tag: int, there: Laid, parts: Laid, here: Laid
+        self,
+        into: torch.Tensor,
+        place: PipelineRank,
+        tag: int,
+        there: MeshLayout,
+        parts: MeshLayout,
+        here: MeshLayout,
     ) -> Work:
         """Start to receive a part, and those that the other ranks of this place receive: who waits for it passes its
         part on to them."""
@@ -125,7 +131,9 @@ class InStage(Base):
 
     def _route(self, x: torch.Tensor, source: PipelineRank, to: PipelineRank) -> Route:
         layout = TensorLayout.replicated(tuple(x.shape))
-        return Route(Laid(layout, self.meshes.mesh_at(source)), Laid(layout, self.meshes.mesh_at(to)))
+        return Route(
+            MeshLayout(layout, self.meshes.mesh_at(source)), MeshLayout(layout, self.meshes.mesh_at(to))
+        )
 
     def from_first(
         self,
@@ -149,7 +157,7 @@ class InStage(Base):
         x: torch.Tensor,
         places: Sequence[PipelineRank],
         tag: int,
-        laid: Callable[[PipelineRank], Laid] | None = None,
+        laid: Callable[[PipelineRank], MeshLayout] | None = None,
     ) -> torch.Tensor:
         """The sum over some places, this one among them: a new tensor, of the same bits on all of them. `laid`: how the
         ranks of each hold it, where they have meshes of their own."""
@@ -187,10 +195,10 @@ class _All:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _leaving(here: Laid, there: Laid, rank: int) -> list[tuple[int, Picker]]:
+def _leaving(here: MeshLayout, there: MeshLayout, rank: int) -> list[tuple[int, Picker]]:
     return [(receiver, Picker(piece)) for receiver, piece in leaving(here, there, rank)]
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _arriving(there: Laid, here: Laid, rank: int) -> list[tuple[int, Picker]]:
+def _arriving(there: MeshLayout, here: MeshLayout, rank: int) -> list[tuple[int, Picker]]:
     return [(sender, Picker(piece)) for sender, piece in arriving(there, here, rank)]

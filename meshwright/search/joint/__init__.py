@@ -20,19 +20,19 @@ from meshwright.search.budget import TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
-from meshwright.search.joint.explain import told
+from meshwright.search.joint.explain import technique_lines
 from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
 from meshwright.search.least_memory import any_fits, lowest_peak, saved
 from meshwright.search.memory_limit import fits_in_both, limited, offer
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
 
 
-def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool = True) -> Found:
+def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload: bool = True) -> SearchResult:
     """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones.
 
     Raises PlanError where nothing fits with any of them.
@@ -44,8 +44,8 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
     space = planner.space(families_of(planner)[0][1])
-    nearest: Found | None = None
-    base: Found | None = None
+    nearest: SearchResult | None = None
+    base: SearchResult | None = None
     if least_bytes(planner, space) <= limit:
         try:
             base = auto(planner)
@@ -59,10 +59,10 @@ def joint(planner: Planner, auto: Callable[[Planner], Found], *, offload: bool =
 def _open(
     planner: Planner,
     space: Space,
-    base: Found | None,
-    nearest: Found | None,
+    base: SearchResult | None,
+    nearest: SearchResult | None,
     offload: bool,
-) -> Found:
+) -> SearchResult:
     """The best with the techniques that are open, where they can be of use; ended early, the best so far."""
     seen = [base] if base is not None else []
     if base is not None and planner.request.stop.now():
@@ -92,10 +92,10 @@ def _best(
     planner: Planner,
     space: Space,
     overs: tuple[tuple[Dimension, ...], tuple[Dimension, ...]],
-    base: Found | None,
-    nearest: Found | None,
-    seen: list[Found],
-) -> Found:
+    base: SearchResult | None,
+    nearest: SearchResult | None,
+    seen: list[SearchResult],
+) -> SearchResult:
     """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
     those with what is looked at next."""
     over, wide, stop = *overs, planner.request.stop
@@ -138,10 +138,10 @@ def _best(
         _see(planner, seen, best)
         near = neighbours(made, wide, best)
     best = _bounded(planner, space, best)
-    return replace(best, claims={**best.claims, "choices": told(made, wide, best, near)})
+    return replace(best, claims={**best.claims, "choices": technique_lines(made, wide, best, near)})
 
 
-def _bounded(planner: Planner, space: Space, best: Found) -> Found:
+def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult:
     """The best with how far it is from what no choice under any techniques undercuts."""
     bound = solve(space.problem(1.0)).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
@@ -150,7 +150,7 @@ def _bounded(planner: Planner, space: Space, best: Found) -> Found:
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
 
 
-def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> None:
+def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[SearchResult]) -> None:
     """A first answer, before fronts are made: data parallel over tensor parallel inside, storage sharded, with layers
     computed again."""
     made = first_front(planner)
@@ -166,7 +166,7 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[Found]) -> 
             return
 
 
-def _see(planner: Planner, seen: list[Found], found: Found) -> None:
+def _see(planner: Planner, seen: list[SearchResult], found: SearchResult) -> None:
     """Remember the best so far: from now on a search may end."""
     seen.append(found)
     planner.request.stop.arm()
@@ -182,10 +182,10 @@ def _searched(
     planner: Planner,
     made: Front,
     over: tuple[Dimension, ...],
-    base: Found | None,
-    seen: list[Found],
+    base: SearchResult | None,
+    seen: list[SearchResult],
     known: tuple[Dimension, ...] = (),
-) -> Found | None:
+) -> SearchResult | None:
     """The quickest of what is simulated: candidates and points in the order of what they are expected to take.
     `known`: dimensions whose points were looked at; of what is beyond them only what saves time and memory is."""
     limit = planner.request.memory_bytes
@@ -240,8 +240,8 @@ def _searched(
 
 
 def _sought(
-    planner: Planner, made: Front, wide: tuple[Dimension, ...], best: Found | None, space: Space
-) -> Found | None:
+    planner: Planner, made: Front, wide: tuple[Dimension, ...], best: SearchResult | None, space: Space
+) -> SearchResult | None:
     """Search under the quickest techniques whose sums fit, if that may save much: temporary buffers were not considered
     when candidates were chosen. On thousands of ranks one search would take longer than all before it."""
     limit = planner.request.memory_bytes or 0.0
@@ -273,7 +273,7 @@ def _sought(
     return best
 
 
-def _again(planner: Planner, best: Found) -> Found:
+def _again(planner: Planner, best: SearchResult) -> SearchResult:
     """The best with its shardings and storage searched once more under its techniques, by sums and by what can hide in
     part."""
     under = planner.under(best.techniques)
@@ -294,11 +294,11 @@ def _again(planner: Planner, best: Found) -> Found:
     return best
 
 
-def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> Found | None:
+def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> SearchResult | None:
     """A search under the techniques that leave least on a rank, with the fewest micro-batches that fit."""
     # Of the first alone, and of the one that ends it: what has fewer micro-batches seldom takes less.
     moved = True
-    best: Found | None = None
+    best: SearchResult | None = None
     least, worse = math.inf, 0
     for point in _least_memory_first(planner, over):
         under = planner.under(point.techniques)
@@ -317,7 +317,7 @@ def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) ->
     return best
 
 
-def _with_least_memory(under: Planner, space: Space, moved: bool) -> Found | None:
+def _with_least_memory(under: Planner, space: Space, moved: bool) -> SearchResult | None:
     # Of the shardings that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
     own = space if under.techniques.pieces == 1 else under.space(families_of(under)[0][1])
     found = limited(under, own, None, alone=False).found
@@ -326,7 +326,7 @@ def _with_least_memory(under: Planner, space: Space, moved: bool) -> Found | Non
     return saved(under, moved=moved)
 
 
-def _turns(planner: Planner, best: Found) -> Found:
+def _turns(planner: Planner, best: SearchResult) -> SearchResult:
     """The best, in two copies that take turns where that hides what is waited for."""
     asked, evaluation = best.techniques, best.evaluation
     if (
@@ -360,11 +360,11 @@ def least_of(planner: Planner) -> Least:
     return Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)
 
 
-def _step(found: Found) -> float:
+def _step(found: SearchResult) -> float:
     return found.claims.get("step_seconds", found.claims["price_seconds"])
 
 
-def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: Found | None) -> PlanError:
+def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: SearchResult | None) -> PlanError:
     """Why nothing fits, under the techniques that leave least on a rank."""
     for point in _least_memory_first(planner, over):
         if point.techniques == planner.techniques:

@@ -11,15 +11,17 @@ from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
 from meshwright.search.joint.neighbours import value_of
 from meshwright.search.joint.pareto import Front
-from meshwright.search.planner import Found
+from meshwright.search.planner import SearchResult
 
 
-def told(made: Front, over: tuple[Dimension, ...], best: Found, near: Mapping[str, Found]) -> tuple[str, ...]:
+def technique_lines(
+    made: Front, over: tuple[Dimension, ...], best: SearchResult, near: Mapping[str, SearchResult]
+) -> tuple[str, ...]:
     """A line for each technique. `near`: of each the next best that was simulated."""
     return tuple(_line(made, dimension, best, near.get(dimension.name)) for dimension in over)
 
 
-def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) -> str:
+def _line(made: Front, dimension: Dimension, best: SearchResult, near: SearchResult | None) -> str:
     text = f"auto chose {chosen(dimension.name, getattr(best.techniques, dimension.name))}"
     if dimension.why:
         text += f": {dimension.why}"
@@ -34,7 +36,7 @@ def _line(made: Front, dimension: Dimension, best: Found, near: Found | None) ->
     return "; ".join([text, *filter(None, said)])
 
 
-def _plainer(made: Front, dimension: Dimension, best: Found) -> str:
+def _plainer(made: Front, dimension: Dimension, best: SearchResult) -> str:
     """Describe the memory of the next plainer value (for offload: without it), if it exceeds the limit whatever the
     shardings."""
     place = dimension.values.index(value_of(dimension, best))
@@ -59,4 +61,4 @@ def shown(value: Any) -> str:
     return repr(value) if value != "" and value != () else "none"
 
 
-__all__ = ["chosen", "shown", "told"]
+__all__ = ["chosen", "shown", "technique_lines"]

@@ -8,11 +8,11 @@ from meshwright.core.techniques import ranges
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.memory_limit import fits_in_both
-from meshwright.search.planner import Found, Planner
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.techniques.layers import layers_of
 
 
-def fewer_layers(planner: Planner, best: Found) -> Found:
+def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
     """The choice with its policy of recompute in the first layers only, as few as fit; itself where that is all of
     them. Layers early in forward are taken: what they keep is held the longest."""
     policy = best.techniques.recompute

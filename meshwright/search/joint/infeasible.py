@@ -17,7 +17,7 @@ from meshwright.search.budget import MEMORY
 from meshwright.search.joint.dimensions import micro_batches_of
 from meshwright.search.least_memory import any_fits, least_bytes_of
 from meshwright.search.memory_limit import nearer
-from meshwright.search.planner import Found, Planner, families_of
+from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import Memory, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS
@@ -25,7 +25,7 @@ from meshwright.search.space.memory import INSTANTS
 Fits = Callable[[Planner], bool]
 
 
-def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_fits) -> DoesNotFit:
+def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits = any_fits) -> DoesNotFit:
     """Build the error for a model that is too large, with the smallest single changes under which `fits` finds a plan.
 
     `nearest`: the simulated choice with the lowest peak. Smaller batches are suggested by sums alone: the caller, who
@@ -67,7 +67,7 @@ def too_large(planner: Planner, nearest: Found | None = None, fits: Fits = any_f
 def _states(planner: Planner, fits: Fits) -> Iterator[str]:
     """An optimizer that keeps less: the largest one that fits."""
     for fewer in reversed(range(planner.request.optimizer_states)):
-        if fits(planner.asked(replace(planner.request, optimizer_states=fewer))):
+        if fits(planner.with_request(replace(planner.request, optimizer_states=fewer))):
             s = "s" if fewer != 1 else ""
             yield f"an optimizer with {fewer or 'no'} state{s} per parameter (optimizer_states={fewer})"
             return
@@ -95,7 +95,7 @@ def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
     asked, places = planner.techniques, planner.request.places
     if asked.micro_batches > 1 or rows_of_batch(planner.context.graph) % (2 * places):
         return
-    several = planner.asked(replace(planner.request, in_flight=float(places)))
+    several = planner.with_request(replace(planner.request, in_flight=float(places)))
     more = {"recompute": "full"}
     for change in ({}, more) if not asked.recompute else ({},):
         try:

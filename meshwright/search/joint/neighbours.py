@@ -14,12 +14,12 @@ from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
 from meshwright.search.joint.pareto import Front
 from meshwright.search.memory_limit import fits_in_both
-from meshwright.search.planner import Found
+from meshwright.search.planner import SearchResult
 
 SHARDINGS = "shardings"  # the name of a choice that differs in shardings and storage alone
 
 
-def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str, Found]:
+def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> dict[str, SearchResult]:
     """By technique, the quickest with another value of it that fits, simulated; under `SHARDINGS` that with the same
     techniques. Those without one are left out."""
     found = {SHARDINGS: _next(made, best, [best.techniques])}
@@ -31,7 +31,9 @@ def neighbours(made: Front, over: Sequence[Dimension], best: Found) -> dict[str,
     return {name: one for name, one in found.items() if one is not None}
 
 
-def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best: Found) -> Found | None:
+def quicker(
+    made: Front, over: Sequence[Dimension], near: dict[str, SearchResult], best: SearchResult
+) -> SearchResult | None:
     """A neighbour that is quicker than the best, or as quick and plainer, evaluated in full; None where there is none.
     What was evaluated in full stands in `near` from then on, and what does not fit then is taken out."""
     step = best.claims["step_seconds"]
@@ -57,7 +59,7 @@ def quicker(made: Front, over: Sequence[Dimension], near: dict[str, Found], best
     return None
 
 
-def _is_plainer(dimension: Dimension, one: Found, other: Found) -> bool:
+def _is_plainer(dimension: Dimension, one: SearchResult, other: SearchResult) -> bool:
     """True if a choice uses less of a technique; for offload, a true subset."""
     mine, its = value_of(dimension, one), value_of(dimension, other)
     if dimension.name == "offload":
@@ -65,13 +67,13 @@ def _is_plainer(dimension: Dimension, one: Found, other: Found) -> bool:
     return dimension.values.index(mine) < dimension.values.index(its)
 
 
-def value_of(dimension: Dimension, found: Found) -> Any:
+def value_of(dimension: Dimension, found: SearchResult) -> Any:
     """Return the value of a technique in a choice; if layers have a policy each, the policy."""
     mine = getattr(found.techniques, dimension.name)
     return mine[0][1] if dimension.name == "recompute" and isinstance(mine, tuple) else mine
 
 
-def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None:
+def _next(made: Front, best: SearchResult, asked: Sequence[Techniques]) -> SearchResult | None:
     """The quickest choice but the best under some techniques, the plainest first."""
     limit = made.planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, int]] = []
@@ -88,7 +90,7 @@ def _next(made: Front, best: Found, asked: Sequence[Techniques]) -> Found | None
             if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= room:
                 row = (made.likely_seconds(candidate, techniques), place, number)
                 (own if same else rows).append(row)
-    quickest: Found | None = None
+    quickest: SearchResult | None = None
     for _, place, number in [*sorted(own)[:1], *sorted(rows)[: TECHNIQUES.neighbour_simulations]]:
         likely = made.likely_seconds(made.candidates[number], asked[place])
         if quickest is not None and likely >= quickest.claims["step_seconds"]:

@@ -22,7 +22,7 @@ from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.data_parallel import by_batch
-from meshwright.search.planner import Found, Planner
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly, rows_of
@@ -67,7 +67,7 @@ class Front:
     soonest: dict[Techniques, float] = field(default_factory=dict)
     hosted: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
-    _seen: dict[tuple[Candidate, Techniques], Found] = field(default_factory=dict)
+    _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
 
@@ -197,7 +197,7 @@ class Front:
             bool((mine < TECHNIQUES.worth_saving * self._totals(candidate, other)).any()) for other in plainer
         )
 
-    def evaluated(self, candidate: Candidate, techniques: Techniques) -> Found:
+    def evaluated(self, candidate: Candidate, techniques: Techniques) -> SearchResult:
         """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
         known = self._seen.get((candidate, techniques))
         if known is not None:
@@ -353,7 +353,7 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
             made.candidates.append(candidate)
 
 
-def with_choice(made: Front, found: Found) -> None:
+def with_choice(made: Front, found: SearchResult) -> None:
     """Make a choice that another search came to a candidate, too, so that it is looked at under other techniques."""
     states = tuple(found.states)
     if any(one.space is found.space and one.states == states for one in made.candidates):

@@ -52,7 +52,7 @@ class Schedule:
             return float(min(ranks, micro_batches))
         return min(float(micro_batches), ranks * (1 + (ranks - 1) / (ranks * self.chunks)))
 
-    def kept_bytes(self, whole: Whole, ranks: int, micro_batches: int) -> float:
+    def kept_bytes(self, whole: FullModel, ranks: int, micro_batches: int) -> float:
         """Bytes of activations of a full model that the rank with most has at once, were it alone. Where weights'
         halves of backward wait, the last rank has as many micro-batches under way as the first, and of each what they
         read."""
@@ -103,7 +103,7 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullModel:
     """One full model on the ranks of a stage: seconds of its step, bytes of states (weights, gradients, moments) and
     the largest of one parameter's, and of what a micro-batch keeps for backward. `sent`: bytes that a micro-batch sends
     from a stage to the next; `later`: about those that weights' halves of backward read, where they wait, and `queued`
@@ -119,7 +119,7 @@ class Whole:
 
 
 def busy_seconds(seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int) -> float:
-    """Seconds in which a rank of a pipeline computes, or waits for others, of those of a `Whole`."""
+    """Seconds in which a rank of a pipeline computes, or waits for others, of those of a `FullModel`."""
     halves = queued_seconds is not None
     if halves and outer.schedule.name in ZERO_BUBBLE:
         seconds += micro_batches * queued_seconds
@@ -127,7 +127,7 @@ def busy_seconds(seconds: float, queued_seconds: float | None, outer: Outer, mic
     return seconds / outer.ranks * (1 + idle)
 
 
-def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
+def step_seconds(whole: FullModel, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
     """About the step of a model in equal stages."""
     message = outer.message_seconds(cluster, whole.sent_bytes)
     return pipelined_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches, message)
@@ -136,7 +136,7 @@ def step_seconds(whole: Whole, outer: Outer, micro_batches: int, cluster: Cluste
 def pipelined_seconds(
     seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int, message: float
 ) -> float:
-    """The same from the seconds of a `Whole` and those of a message."""
+    """The same from the seconds of a `FullModel` and those of a message."""
     around = 2 * (outer.stages - 1) * message  # the first micro-batch's way there and back
     busy = busy_seconds(seconds, queued_seconds, outer, micro_batches)
     waits = queued_seconds is not None
@@ -155,14 +155,14 @@ def _stalled_seconds(seconds: float, waits: bool, outer: Outer, micro_batches: i
     return max(0.0, micro_batches / ranks - 1) * max(0.0, 2 * (outer.stages - 1) * message - room)
 
 
-def peak_bytes(whole: Whole, outer: Outer, micro_batches: int) -> float:
+def peak_bytes(whole: FullModel, outer: Outer, micro_batches: int) -> float:
     """About the peak of the rank that holds most, by sums alone: the first has most micro-batches in flight."""
     ranks = outer.ranks
     states = whole.states_bytes / ranks + whole.largest_bytes * (1 - 1 / ranks)
     return states + outer.schedule.kept_bytes(whole, ranks, micro_batches) / ranks
 
 
-def simulated_peak_bytes(evaluation: Evaluation, whole: Whole, outer: Outer, micro_batches: int) -> float:
+def simulated_peak_bytes(evaluation: Evaluation, whole: FullModel, outer: Outer, micro_batches: int) -> float:
     """The same by a simulation of the full model, at every instant: what is there once is on one rank, of what is in
     layers each has its share."""
     share = 1 / outer.ranks
@@ -181,7 +181,7 @@ def _divisors(size: int) -> list[int]:
 __all__ = [
     "Outer",
     "Schedule",
-    "Whole",
+    "FullModel",
     "busy_seconds",
     "outers",
     "peak_bytes",

@@ -26,15 +26,15 @@ from meshwright.search.joint.dimensions import dimensions, points, powers, spari
 from meshwright.search.joint.pareto import Candidate, Front, stage_front
 from meshwright.search.pipeline.configurations import (
     SEARCHED,
+    FullModel,
     Outer,
-    Whole,
     outers,
     peak_bytes,
     pipelined_seconds,
     simulated_peak_bytes,
     step_seconds,
 )
-from meshwright.search.planner import Found, Planner
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.techniques.layers import layers_of
@@ -46,7 +46,7 @@ class Staged:
     memory."""
 
     outer: Outer
-    found: Found
+    found: SearchResult
     seconds: float
     peak_bytes: float
 
@@ -188,7 +188,7 @@ def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -
 
 def _estimate(row: _Row) -> float:
     """Bytes of the rank that holds most, by sums."""
-    whole = whole_of(row.front, row.candidate, row.techniques)
+    whole = full_model_of(row.front, row.candidate, row.techniques)
     return peak_bytes(whole, row.outer, row.techniques.micro_batches)
 
 
@@ -196,14 +196,14 @@ class _Known:
     """Simulations so far, one for all schedules, and how far each exceeded its estimate, per micro-batch."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[Candidate, Techniques], Found | None] = {}
+        self.found: dict[tuple[Candidate, Techniques], SearchResult | None] = {}
         self.more: dict[tuple[Candidate, Techniques], float] = {}
         self.over: dict[Candidate, float] = {}
 
     def has(self, row: _Row) -> bool:
         return (row.candidate, row.techniques) in self.found
 
-    def evaluated(self, row: _Row) -> Found | None:
+    def evaluated(self, row: _Row) -> SearchResult | None:
         """The choice of a row simulated; None for more micro-batches than a rank has examples."""
         key = (row.candidate, row.techniques)
         if key not in self.found:
@@ -301,9 +301,9 @@ def _groups(
     return groups
 
 
-def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluster: Cluster) -> Staged:
+def staged(made: Front, candidate: Candidate, found: SearchResult, outer: Outer, cluster: Cluster) -> Staged:
     """Convert a choice that was simulated for a full model into one for a pipeline."""
-    whole = whole_of(made, candidate, found.techniques)
+    whole = full_model_of(made, candidate, found.techniques)
     if found.evaluation is not None:
         whole = replace(whole, seconds=found.evaluation.step_seconds)
     pieces = found.techniques.micro_batches
@@ -313,7 +313,7 @@ def staged(made: Front, candidate: Candidate, found: Found, outer: Outer, cluste
     return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak)
 
 
-def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole:
+def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> FullModel:
     """The sums of a choice, states and activations apart."""
     space, memory = candidate.space, made.memory(candidate.space, techniques)
     owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
@@ -324,7 +324,7 @@ def whole_of(made: Front, candidate: Candidate, techniques: Techniques) -> Whole
     if techniques.recompute and queued is not None:
         plain = made.memory(space, replace(techniques, recompute=""))
         later = _kept_bytes(candidate, plain, owned)
-    return Whole(
+    return FullModel(
         made.least_seconds(candidate, techniques),
         sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
         max((float(row.max()) / space.owners(owned[n]) for n, row in each.items()), default=0.0),
@@ -378,4 +378,4 @@ def _local_bytes(candidate: Candidate, name: str) -> float:
     return value.itemsize * float(space.table.local_elements(value, np.stack(codes)).min())
 
 
-__all__ = ["Staged", "stages", "staged", "whole_of"]
+__all__ = ["Staged", "stages", "staged", "full_model_of"]

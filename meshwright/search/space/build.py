@@ -28,7 +28,7 @@ from meshwright.redistribute.lower_bound import LowerTable
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import SPACE
 from meshwright.search.solve.problem import Problem
-from meshwright.search.space.cache import Kept
+from meshwright.search.space.cache import SharedResults
 from meshwright.search.space.codes import NodeCodes, values_of
 from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.families import Family
@@ -72,7 +72,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Made:
+class ArraySpace:
     """States and prices of a space that were found otherwise (as arrays): its nodes, hubs and parameters by name,
     `unary` and `pairs` by number as a space has them."""
 
@@ -92,13 +92,13 @@ class Space:
         factors: Factors,
         mesh: Mesh,
         cluster: Cluster,
-        family: Family | Made,
+        family: Family | ArraySpace,
         storage: Storage,
         *,
         ties: Ties | None = None,
         codes: Mapping[str, NodeCodes] | None = None,
         table: Table | None = None,
-        kept: Kept | None = None,
+        kept: SharedResults | None = None,
         hosts: Collection[str] = (),
         most: float = math.inf,
     ) -> None:
@@ -117,11 +117,11 @@ class Space:
         self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
         self.hosts = frozenset(hosts) if cluster.host_bytes_per_s else frozenset()
         self.hosted = hosted_values(graph, self.hosts)
-        self.kept = kept or Kept(graph, self.values, self.codes, self.hosts)
+        self.kept = kept or SharedResults(graph, self.values, self.codes, self.hosts)
         self.wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
         self.variable: dict[Variable, int] = {v: number for number, v in enumerate(self.wiring.variables)}
         self.known: dict[Hashable, object] = {}  # what functions have found out about it (`remembered.py`)
-        if isinstance(family, Made):
+        if isinstance(family, ArraySpace):
             self.nodes, self.hubs = dict(family.nodes), dict(family.hubs)
             self.parameters = dict(family.parameters)
             self.unary, self.pairs = list(family.unary), dict(family.pairs)

@@ -24,7 +24,7 @@ from meshwright.search.space.parameters import ParameterStates
 T = TypeVar("T")
 
 
-class Kept:
+class SharedResults:
     """Found once for a graph, a mesh and a cluster; what has been priced is added as spaces are made."""
 
     def __init__(

@@ -26,7 +26,7 @@ def all_codes(
 ) -> dict[str, NodeCodes]:
     """The options of every node that is not a copy of another, the `required` ones of some among them."""
     marks, more = roles(graph, factors), required or {}
-    alike: dict[Hashable, NodeCodes] = {}
+    by_shape: dict[Hashable, NodeCodes] = {}
     found: dict[str, NodeCodes] = {}
     for node in graph.nodes:
         name = node.name
@@ -34,11 +34,11 @@ def all_codes(
             continue
         site, asked = factors.sites[name], more.get(name, ())
         shape = None if asked else _shape(node, site, graph, factors, marks)
-        known = alike.get(shape) if shape is not None else None
+        known = by_shape.get(shape) if shape is not None else None
         if known is None:
             found[name] = node_codes(node, site, graph, factors, values, marks, asked)
             if shape is not None:
-                alike[shape] = found[name]
+                by_shape[shape] = found[name]
         else:
             sizes = np.array([dim_size(tree[:1]) for tree in site.trees.values() if tree], dtype=np.float64)
             found[name] = replace(known, node=node, site=site, leaf_sizes=sizes)

@@ -37,7 +37,7 @@ class Solved:
     weight: Weight
     plain: Weight
 
-    def told(self, budget: float) -> str:
+    def describe(self, budget: float) -> str:
         """For the plan's notes."""
         counts = ((self.chosen.count(p), p or "kept as they are") for p in POLICIES)
         layers = ", ".join(f"{count} {policy}" for count, policy in counts if count)

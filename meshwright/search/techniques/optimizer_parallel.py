@@ -150,7 +150,7 @@ def _check_size(ranks: int, uses: Iterable[TensorLayout], mesh: Mesh) -> None:
 
 
 def _nothing_else_asked(plan: Plan) -> None:
-    asked = plan.techniques.asked()
+    asked = plan.techniques.non_defaults()
     for name in ("shard_size", "threshold_kb", "keep_whole"):
         if name in asked and (name != "threshold_kb" or not plan.techniques.offloads_parameters):
             raise PlanError(

@@ -81,7 +81,7 @@ def within(
         return full(mine.get("full", ())) | selective(graph, mine.get("selective", ()))
 
     solved = solve(budget, layers, lambda chosen: weighed(graph, _with(plan, again(chosen)), cluster))
-    return _with(plan, again(solved.chosen)).with_notes(solved.told(budget))
+    return _with(plan, again(solved.chosen)).with_notes(solved.describe(budget))
 
 
 def _with(plan: Plan, again: set[str]) -> Plan:

@@ -57,7 +57,8 @@ class _Sort:
 
 @dataclass(frozen=True)
 class _Edges:
-    """All reshards that may be, in columns. `gathers`: which row of `Alike.gathered` says what of it memory takes."""
+    """All reshards that may be, in columns. `gathers`: which row of `IsomorphicGraph.gathered` says what of it memory
+    takes."""
 
     times: Floats
     source: Numbers
@@ -86,7 +87,7 @@ class _Pairs:
     gathers: tuple[float, ...]
 
 
-class Alike:
+class IsomorphicGraph:
     """A graph whose axes are to be searched, and what is isomorphic in it."""
 
     def __init__(
@@ -188,9 +189,11 @@ class Alike:
 class Priced:
     """The options and their prices."""
 
-    def __init__(self, alike: Alike, sheets: list[Sheet], per_byte: Floats | None = None) -> None:
-        self.alike, self.sheets, self.per_byte = alike, sheets, per_byte
-        count = len(alike.variable)
+    def __init__(
+        self, isomorphic: IsomorphicGraph, sheets: list[Sheet], per_byte: Floats | None = None
+    ) -> None:
+        self.isomorphic, self.sheets, self.per_byte = isomorphic, sheets, per_byte
+        count = len(isomorphic.variable)
         self.sheet_of, self.place = np.zeros((2, count), dtype=np.int64)  # of nodes; which column of it
         self.group: Numbers = np.zeros(count, dtype=np.int64)  # variables with equal layouts at all ports
         self.states: Numbers = np.zeros(count, dtype=np.int64)
@@ -203,11 +206,11 @@ class Priced:
         for number, sheet in enumerate(sheets):
             self.sheet_of[sheet.members] = number
             self._join(sheet.members, dict(enumerate(sheet.ports)), len(sheet.rows))
-            seconds.append((sheet.members, sheet.seconds * alike.times[sheet.members]))
-        for sort in alike.hubs:
+            seconds.append((sheet.members, sheet.seconds * isomorphic.times[sheet.members]))
+        for sort in isomorphic.hubs:
             for some, use in self._unions(sort):
                 self._join(sort.variables[some], {-1: use}, len(use.forward))
-        for sort in alike.parameters:
+        for sort in isomorphic.parameters:
             for some, use in self._unions(sort):
                 stored, which = self._stored(sort, some, use)
                 if stored.again.any():
@@ -215,10 +218,10 @@ class Priced:
                 self._join(sort.variables[some], {-1: stored.states}, len(stored.is_again))
                 self.stored.append((sort.variables[some], stored, which))
                 seconds.append((sort.variables[some], stored.least[:, which]))
-        self.tables = Tables(alike.rounds, self.states)
+        self.tables = Tables(isomorphic.rounds, self.states)
         for variables, amount in seconds:
             self.tables.add_states(variables, amount)
-        for crossing in alike.crossings:
+        for crossing in isomorphic.crossings:
             self._cross(crossing)
         kept = self._reshards()
         self._seconds_of_pairs = self.tables.entries
@@ -228,10 +231,10 @@ class Priced:
 
     def _cross(self, crossing: Crossing) -> None:
         """Add what goes between a device and its host."""
-        alike, node = self.alike, self.alike.nodes[crossing.node]
-        value, port = alike.of_graph[crossing.value], self.ports[self.group[node]][crossing.port]
-        size_bytes = value.itemsize * alike.table.local_elements(value, port.forward)
-        seconds = crossing.times * np.asarray(transfer_seconds(size_bytes, alike.cluster))
+        isomorphic, node = self.isomorphic, self.isomorphic.nodes[crossing.node]
+        value, port = isomorphic.of_graph[crossing.value], self.ports[self.group[node]][crossing.port]
+        size_bytes = value.itemsize * isomorphic.table.local_elements(value, port.forward)
+        seconds = crossing.times * np.asarray(transfer_seconds(size_bytes, isomorphic.cluster))
         self.tables.add_states(np.array([node]), seconds[:, None])
         self.back.append((node, seconds))
 
@@ -248,11 +251,11 @@ class Priced:
 
     def _stored(self, sort: _Sort, some: Numbers, use: Port) -> tuple[Stored, Numbers]:
         """The storages of those of a sort that are of one size, and which of these each parameter is."""
-        alike = self.alike
+        isomorphic = self.isomorphic
         columns, which = np.unique(sort.columns[some], return_inverse=True)
-        sizes = alike.values.sizes[sort.structure].take(columns)
-        table, cluster, holding = alike.table, alike.cluster, sort.holding
-        how = replace(alike.storage, again=self.per_byte is not None)
+        sizes = isomorphic.values.sizes[sort.structure].take(columns)
+        table, cluster, holding = isomorphic.table, isomorphic.cluster, sort.holding
+        how = replace(isomorphic.storage, again=self.per_byte is not None)
         kept = holding is not None and holding.kept
         stored = all_stored(sizes, use, sort.graded, cluster, table, how, sort.hosted, kept)
         stored = replace(stored, owners=sort.owners)
@@ -269,7 +272,9 @@ class Priced:
         kept: list[_Pairs] = []
         for pairs in self._pairs():
             kept += [pairs] if any(pairs.gathers) else []
-            found[self.alike.values.sizes[pairs.structure].places if self._plain(pairs) else -1].append(pairs)
+            found[self.isomorphic.values.sizes[pairs.structure].places if self._plain(pairs) else -1].append(
+                pairs
+            )
         for pairs in found.pop(-1, ()):
             self._add(pairs, self._one_by_one(pairs))
         for places, many in found.items():
@@ -279,7 +284,7 @@ class Priced:
                 if pairs.graded:
                     rows.append(_every(pairs.want.backward, pairs.have.backward))
             known = ways(
-                self.alike.table,
+                self.isomorphic.table,
                 places,
                 np.concatenate([source for source, _ in rows]),
                 np.concatenate([target for _, target in rows]),
@@ -292,11 +297,11 @@ class Priced:
         return kept
 
     def _plain(self, pairs: _Pairs) -> bool:
-        sizes = self.alike.values.sizes[pairs.structure]
-        return sizes.plain and len(self.alike.table.bits) * max(1, sizes.places) <= ways_of.BITS
+        sizes = self.isomorphic.values.sizes[pairs.structure]
+        return sizes.plain and len(self.isomorphic.table.bits) * max(1, sizes.places) <= ways_of.BITS
 
     def _pairs(self) -> Iterator[_Pairs]:
-        edges = self.alike.edges
+        edges = self.isomorphic.edges
         to_result = edges.target == TO_RESULT
         target = np.where(to_result, -1, self.group[edges.target])
         keys = np.stack(
@@ -310,40 +315,40 @@ class Priced:
                 edges.gathers,
             ]
         )
-        axes = len(self.alike.table.bits)
+        axes = len(self.isomorphic.table.bits)
         whole = Port(np.zeros((1, axes), np.int8), np.zeros((1, axes), bool))
         for some in same_columns(keys):
             source, out, goal, port, structure, graded, gathers = keys[:, some[0]].tolist()
             have, want = self.ports[source][out], self.ports[goal][port] if goal >= 0 else whole
             again = self.again.get(source, np.zeros(len(have.forward), dtype=bool))
-            yield _Pairs(some, have, want, structure, bool(graded), again, self.alike.gathered[gathers])
+            yield _Pairs(some, have, want, structure, bool(graded), again, self.isomorphic.gathered[gathers])
 
     def _seconds(self, pairs: _Pairs, known: Ways, start: int, count: int) -> Floats:
         """[states, states, edges] of some edges, each as often as it is in the model."""
-        columns, which = np.unique(self.alike.edges.column[pairs.edges], return_inverse=True)
-        sizes = self.alike.values.sizes[pairs.structure].take(columns)
+        columns, which = np.unique(self.isomorphic.edges.column[pairs.edges], return_inverse=True)
+        sizes = self.isomorphic.values.sizes[pairs.structure].take(columns)
         shape = len(pairs.have.forward), len(pairs.want.forward)
         seconds = known.seconds(slice(start, start + count), sizes).reshape(*shape, -1)
         if pairs.graded:
             back = known.seconds(slice(start + count, start + 2 * count), sizes)
             seconds = seconds + back.reshape(*shape[::-1], -1).transpose(1, 0, 2)
-        return seconds[:, :, which] * self.alike.edges.times[pairs.edges]
+        return seconds[:, :, which] * self.isomorphic.edges.times[pairs.edges]
 
     def _one_by_one(self, pairs: _Pairs) -> Floats:
         """The same for values whose places are not apart, or too many."""
-        columns, which = np.unique(self.alike.edges.column[pairs.edges], return_inverse=True)
-        table, have, want = self.alike.table, pairs.have, pairs.want
+        columns, which = np.unique(self.isomorphic.edges.column[pairs.edges], return_inverse=True)
+        table, have, want = self.isomorphic.table, pairs.have, pairs.want
         found: list[Floats] = []
         for column in columns.tolist():
-            value = self.alike.values.sizes[pairs.structure].values[column]
+            value = self.isomorphic.values.sizes[pairs.structure].values[column]
             seconds = table.seconds(value, have.forward, want.forward)
             if pairs.graded:
                 seconds = seconds + table.seconds(value, want.backward, have.backward).T
             found.append(seconds)
-        return np.stack(found, axis=-1)[:, :, which] * self.alike.edges.times[pairs.edges]
+        return np.stack(found, axis=-1)[:, :, which] * self.isomorphic.edges.times[pairs.edges]
 
     def _add(self, pairs: _Pairs, seconds: Floats) -> None:
-        edges, at = self.alike.edges, pairs.edges
+        edges, at = self.isomorphic.edges, pairs.edges
         if pairs.again.any():  # what is gathered again is what its reader keeps
             other = key_of(pairs.have.forward)[:, None] != key_of(pairs.want.forward)[None, :]
             seconds = np.where((pairs.again[:, None] & other)[:, :, None], np.inf, seconds)
@@ -358,7 +363,7 @@ class Priced:
 
     def _add_pairs(self, pairs: _Pairs, some: Numbers, seconds: Floats) -> None:
         """Add [states, states, edges] to the tables of some of the edges."""
-        edges, at = self.alike.edges, pairs.edges
+        edges, at = self.isomorphic.edges, pairs.edges
         before = edges.source[at[some]] < edges.target[at[some]]
         for ahead in (True, False):
             here = some[before == ahead]
@@ -370,13 +375,13 @@ class Priced:
 
     def _weigh(self, per_byte: Floats, kept: Sequence[_Pairs]) -> None:
         """Add what the bytes of operators cost, and of what their readers gather for themselves."""
-        alike = self.alike
-        for charges in alike.charges.by(self.group):
+        isomorphic = self.isomorphic
+        for charges in isomorphic.charges.by(self.group):
             group, port, structure = self.group[charges.nodes[0]], charges.port, charges.structure
             held = self._elements(structure, charges.columns, self.ports[group][port])
             self.tables.add_states(charges.nodes, np.minimum(held, charges.most) * (charges.each @ per_byte))
         for pairs in kept:
-            columns = alike.edges.column[pairs.edges]
+            columns = isomorphic.edges.column[pairs.edges]
             held, wanted = (self._elements(pairs.structure, columns, p) for p in (pairs.have, pairs.want))
             price = float(np.array(pairs.gathers) @ per_byte)
             every = np.arange(len(pairs.edges))
@@ -385,12 +390,12 @@ class Priced:
     def _elements(self, structure: int, columns: Numbers, port: Port) -> Floats:
         """Return the elements that a rank holds of values of one structure in each state of a port: [states,
         values]."""
-        sizes = self.alike.values.sizes[structure]
+        sizes = self.isomorphic.values.sizes[structure]
         if not sizes.plain:
-            held = self.alike.table.local_elements(sizes.values[0], port.forward)
+            held = self.isomorphic.table.local_elements(sizes.values[0], port.forward)
             return np.repeat(held[:, None], len(columns), axis=1)
         which, of = np.unique(columns, return_inverse=True)
-        return sizes.take(which).elements(self.alike.table, port.forward)[:, of]
+        return sizes.take(which).elements(self.isomorphic.table, port.forward)[:, of]
 
     def pairs_of_seconds(self) -> dict[tuple[int, int], Floats]:
         """The seconds of all pairs, whatever a byte costs."""
@@ -404,14 +409,14 @@ class Priced:
 
     def rows(self, states: Numbers) -> Rows:
         """The row of every node [nodes, axes] that a choice is."""
-        found = np.zeros((len(self.alike.names), len(self.alike.table.bits)), dtype=np.int8)
+        found = np.zeros((len(self.isomorphic.names), len(self.isomorphic.table.bits)), dtype=np.int8)
         for sheet in self.sheets:
             found[sheet.members] = sheet.rows[states[sheet.members]]
         return found
 
 
 MakePriced = Callable[[Sequence[int], Rows | None], Priced]
-"""`Alike.priced` for some price of a byte: what some axes may do beside rows."""
+"""`IsomorphicGraph.priced` for some price of a byte: what some axes may do beside rows."""
 
 
 def _every(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -419,4 +424,4 @@ def _every(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.repeat(source, len(target), axis=0), np.tile(target, (len(source), 1))
 
 
-__all__ = ["Alike", "MakePriced", "Priced"]
+__all__ = ["IsomorphicGraph", "MakePriced", "Priced"]

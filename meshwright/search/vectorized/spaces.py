@@ -5,39 +5,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.search.space.build import Made
+from meshwright.search.space.build import ArraySpace
 from meshwright.search.space.layouts import Port
 from meshwright.search.space.nodes import NodeStates
 from meshwright.search.space.parameters import ParameterStates
 from meshwright.search.vectorized.prices import Priced
 
 
-def made(priced: Priced) -> Made:
+def array_space(priced: Priced) -> ArraySpace:
     """The states and prices of a space; each use of a parameter is stored as is quickest."""
-    alike = priced.alike
-    every = list(alike.variable)
+    isomorphic = priced.isomorphic
+    every = list(isomorphic.variable)
     nodes: dict[int, NodeStates] = {}
     for sheet in priced.sheets:
         for column, number in enumerate(sheet.members.tolist()):
-            nodes[number] = sheet.states(alike.codes[alike.names[number]], column)
+            nodes[number] = sheet.states(isomorphic.codes[isomorphic.names[number]], column)
     parameters: dict[int, ParameterStates] = {}
     for variables, stored, which in priced.stored:
-        parameters.update(zip(variables.tolist(), stored.best(which, alike.table), strict=True))
+        parameters.update(zip(variables.tolist(), stored.best(which, isomorphic.table), strict=True))
     unary: list[np.ndarray] = []
     hubs: dict[str, Port] = {}
     for number, (kind, name) in enumerate(every):
         if kind == "node":
             found = nodes[number]
-            unary.append(alike.times[number] * _node(found))
+            unary.append(isomorphic.times[number] * _node(found))
         elif kind == "hub":
             hubs[name] = priced.ports[priced.group[number]][-1]
             unary.append(np.zeros((4, len(hubs[name].forward))))
         else:
-            unary.append(alike.owners[number] * _parameter(parameters[number]))
+            unary.append(isomorphic.owners[number] * _parameter(parameters[number]))
     for number, seconds in priced.back:
         unary[number][2] += seconds
-    return Made(
-        {name: nodes[number] for number, name in enumerate(alike.names)},
+    return ArraySpace(
+        {name: nodes[number] for number, name in enumerate(isomorphic.names)},
         hubs,
         {every[number][1]: parameters[number] for number in sorted(parameters)},
         unary,
@@ -54,4 +54,4 @@ def _parameter(states: ParameterStates) -> np.ndarray:
     return np.stack([states.update, np.zeros_like(states.update), states.blocking, states.reduction])
 
 
-__all__ = ["made"]
+__all__ = ["array_space"]

@@ -83,7 +83,7 @@ def tight(share: float) -> Plan:
 
 def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None:
     plan = tight(0.5)
-    assert not plan.techniques.asked() and plan.claims["gaps"]["step"] < 0.01
+    assert not plan.techniques.non_defaults() and plan.claims["gaps"]["step"] < 0.01
     assert plan.claims["peak_bytes"] <= 0.5 * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
     assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
 
@@ -92,7 +92,7 @@ def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None
 def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
     plan = tight(share)
     found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
-    assert plan.techniques.asked(), "nothing was chosen, so nothing is shown"
+    assert plan.techniques.non_defaults(), "nothing was chosen, so nothing is shown"
     assert max(p.bytes for p in found) <= share * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
     assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
 
@@ -124,7 +124,7 @@ def test_activations_alone_go_to_the_host_where_nothing_else_is_as_quick() -> No
     how["micro_batches"] = 1
     whole = mw.plan(net, batch, loss=loss, **how).claims["peak_bytes"]
     plan = mw.plan(net, batch, loss=loss, memory=0.8 * whole, **how)
-    assert plan.techniques.asked() == {"offload": ("activations",)}
+    assert plan.techniques.non_defaults() == {"offload": ("activations",)}
     without = mw.plan(net, batch, loss=loss, memory=0.8 * whole, offload=(), **how)
     assert plan.claims["step_seconds"] < 0.95 * without.claims["step_seconds"]
 
@@ -151,7 +151,7 @@ def test_what_the_user_fixed_stays_and_the_rest_is_chosen() -> None:
 
 def test_where_memory_suffices_nothing_is_chosen() -> None:
     plan = free("wide gpt", "2x2", "auto")
-    assert not {"recompute", "micro_batches", "offload"} & set(plan.techniques.asked())
+    assert not {"recompute", "micro_batches", "offload"} & set(plan.techniques.non_defaults())
 
 
 def test_each_open_technique_is_explained() -> None:

@@ -13,9 +13,9 @@ from meshwright.pipeline.schedules import make
 from meshwright.predict.pipeline_claims import play_stages
 from meshwright.predict.stage_time import StageSeconds
 from meshwright.search.pipeline.configurations import (
+    FullModel,
     Outer,
     Schedule,
-    Whole,
     outers,
     peak_bytes,
     pipelined_seconds,
@@ -122,22 +122,22 @@ def test_what_is_waited_for_messages_is_near_what_a_schedule_waits(
 
 def test_time_and_memory_of_a_whole_model_are_divided_by_the_ranks_of_the_pipeline():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
-    whole = Whole(8.0, 80.0, 0.0, 16.0, 0.0)
+    whole = FullModel(8.0, 80.0, 0.0, 16.0, 0.0)
     outer = Outer((4, 1), Schedule("1f1b"))
     sends = 6 * outer.message_seconds(cluster, 0.0) * 6 / 4  # a round trip for each four micro-batches
     assert step_seconds(whole, outer, 6, cluster) == pytest.approx(2.0 * (1 + 3 / 6) + sends, rel=1e-12)
     assert peak_bytes(whole, outer, 6) == 20 + 4 * 16 / 4
     assert peak_bytes(whole, outer, 1) == 20 + 16 / 4
-    assert math.isclose(peak_bytes(Whole(8.0, 80.0, 10.0, 0, 0), outer, 6), 20 + 7.5)
+    assert math.isclose(peak_bytes(FullModel(8.0, 80.0, 10.0, 0, 0), outer, 6), 20 + 7.5)
 
 
 def test_halves_of_backward_that_wait_cost_their_queue_and_win_nothing_where_layers_are_computed_again():
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=2)
     plain, halves = (Outer((4, 1), Schedule(name)) for name in ("1f1b", "zero_bubble"))
-    again = Whole(8.0, 80.0, 0.0, 16.0, 0.0)
+    again = FullModel(8.0, 80.0, 0.0, 16.0, 0.0)
     assert step_seconds(again, halves, 6, cluster) == step_seconds(again, plain, 6, cluster)
     assert peak_bytes(again, halves, 6) == peak_bytes(again, plain, 6)
-    apart = Whole(8.0, 80.0, 0.0, 16.0, 0.0, 20.0, 0.01)
+    apart = FullModel(8.0, 80.0, 0.0, 16.0, 0.0, 20.0, 0.01)
     assert step_seconds(apart, plain, 6, cluster) == step_seconds(again, plain, 6, cluster)
     assert step_seconds(apart, halves, 6, cluster) == pytest.approx(
         (8.0 + 6 * 0.01) / 4 * (1 + 3 / 6 / 3), rel=1e-3
@@ -147,7 +147,7 @@ def test_halves_of_backward_that_wait_cost_their_queue_and_win_nothing_where_lay
 
 def test_a_simulated_peak_has_once_what_is_there_once_and_of_layers_a_share():
     """Layers take 80 bytes of which 16 are kept for backward; at the loss 40 live once."""
-    whole, outer = Whole(8.0, 64.0, 0.0, 16.0, 0.0), Outer((4, 1), Schedule("1f1b"))
+    whole, outer = FullModel(8.0, 64.0, 0.0, 16.0, 0.0), Outer((4, 1), Schedule("1f1b"))
     evaluation = Evaluation(8.0, 125.0, "loss", at=((40.0, 70.0), (5.0, 80.0)), at_layers=((5.0, 80.0),))
     assert simulated_peak_bytes(evaluation, whole, outer, 6) == max(40 + 70 / 4, 5 + 80 / 4 + 3 * 16 / 4)
     assert simulated_peak_bytes(evaluation, whole, Outer((2, 1), Schedule("1f1b")), 6) == 40 + 70 / 2

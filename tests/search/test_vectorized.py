@@ -21,7 +21,7 @@ from meshwright.ops.analysis import factors_of
 from meshwright.search import planner as planner_module
 from meshwright.search.budget import RECURSION
 from meshwright.search.context import SearchContext
-from meshwright.search.layer_groups import Folded, folded, whole
+from meshwright.search.layer_groups import Folded, folded, without_folds
 from meshwright.search.pins import module_seeds
 from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming, turns
@@ -34,7 +34,7 @@ from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import one_option
 from meshwright.search.space.memory import memory_of
 from meshwright.search.vectorized import redistribution as ways
-from meshwright.search.vectorized.spaces import made
+from meshwright.search.vectorized.spaces import array_space
 from tests.search.drawn import draw
 from tests.search.planned import PINS, built, cluster
 
@@ -72,7 +72,7 @@ def of_model(
 
 def on_nodes(graph: Graph, nodes: int, asked: Mapping[str, Any] | None = None) -> Planner:
     on = Cluster.preset("h100", nodes=nodes)
-    return planner(whole(graph), on, on.mesh, asked=asked)
+    return planner(without_folds(graph), on, on.mesh, asked=asked)
 
 
 def of(rows: Mapping[str, np.ndarray]) -> Callable[[NodeCodes], np.ndarray]:
@@ -121,7 +121,7 @@ def test_prices_of_values_with_too_many_places(bits: int, monkeypatch: pytest.Mo
 
 def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     here = on_nodes(distinct(12), 16)
-    done = recursive_programming(here.space, here.context.mesh, alike=here.arrays().priced)
+    done = recursive_programming(here.space, here.context.mesh, vectorized=here.arrays().priced)
     node_by_node = recursive_programming(here.space, here.context.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
     assert done.price <= 1.002 * node_by_node.price
@@ -155,7 +155,7 @@ def same_space(here: Planner) -> None:
     for turn in turns(here.context.mesh):
         asked = arrays.priced(turn, now)
         now = asked.rows(asked.tables.solved()[0])
-    found = here.space(made(arrays.priced((), now)))
+    found = here.space(array_space(arrays.priced((), now)))
     wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
     assert found.variable == wanted.variable
     for one, other in zip(found.unary, wanted.unary, strict=True):
@@ -196,7 +196,7 @@ def same_optima(here: Planner, turns: Sequence[Sequence[int]], scale: float) -> 
         states, price = asked.tables.solved()
         assert math.isclose(price, best(space).price, rel_tol=1e-9)
         now = asked.rows(states)
-    found = here.space(made(arrays.priced((), now, per_byte)))
+    found = here.space(array_space(arrays.priced((), now, per_byte)))
     wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
     assert math.isclose(best(found).price, best(wanted).price, rel_tol=1e-9)
     assert found.choice(best(found).states) == wanted.choice(best(wanted).states)
@@ -235,7 +235,7 @@ def test_the_recursion_over_arrays_with_a_price_of_bytes_takes_what_a_space_woul
         return here.memory(space).weighed(space.problem(), per_byte)
 
     priced = functools.partial(here.arrays(demanding=True).priced, per_byte=per_byte)
-    done = recursive_programming(here.space, here.context.mesh, alike=priced)
+    done = recursive_programming(here.space, here.context.mesh, vectorized=priced)
     node_by_node = recursive_programming(here.space, here.context.mesh, problem=weighed)
     cheapest = recursive_programming(here.space, here.context.mesh)
     bytes_of, others, free = (here.memory(x.space).totals(x.states) for x in (done, node_by_node, cheapest))
@@ -270,8 +270,8 @@ def test_arrays_are_for_graphs_of_which_much_is_alike(monkeypatch: pytest.Monkey
     few = replace(RECURSION, single_space_nodes=20)
     monkeypatch.setattr(planner_module, "RECURSION", few)
     unlike = of_model("gpt", "8")
-    assert len(unlike.codes) > 20 and unlike.alike() is None
-    assert on_nodes(distinct(20), 1).alike() is not None
+    assert len(unlike.codes) > 20 and unlike.vectorized() is None
+    assert on_nodes(distinct(20), 1).vectorized() is not None
     fewer = replace(few, arrays_nodes=len(unlike.codes) - 1)
     monkeypatch.setattr(planner_module, "RECURSION", fewer)
-    assert of_model("gpt", "8").alike() is not None
+    assert of_model("gpt", "8").vectorized() is not None
