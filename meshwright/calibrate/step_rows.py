@@ -153,40 +153,40 @@ def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
     return Prediction(tuple(t for t, _ in found), tuple(c for _, c in found), cluster.measured.slowdown)
 
 
-def _priced(describe_step: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
+def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
     """A task, and its seconds by class."""
     streams, spent = (COMPUTE,), dict[str, float]()
     launch = launch_seconds(cluster.device, cluster.measured)
-    if "send" in describe_step:
-        collective, axes, sent, waited = describe_step["send"]
+    if "send" in task:
+        collective, axes, sent, waited = task["send"]
         latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
         if waited:
             streams, spent = (COMPUTE, mesh.show(axes)), {MEETING: latency, WAITED: sent * per_byte}
         else:
             name = HIDDEN if collective == "all_reduce" else HIDDEN_ROWS
             streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
-    elif "update" in describe_step:
+    elif "update" in task:
         spent = {UPDATE: 0.0, LAUNCH: 0.0}
-        for elements, itemsize in describe_step["update"]:
+        for elements, itemsize in task["update"]:
             whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
             spent[UPDATE] += float(whole) - launch
             spent[LAUNCH] += launch
-    elif "add" in describe_step:
-        share, sizes = describe_step["add"]
+    elif "add" in task:
+        share, sizes = task["add"]
         whole = share * math.fsum(float(adding_seconds(size, cluster)) for size in sizes)
         spent = {LAUNCH: share * STARTS * launch * len(sizes)}
         spent["memory"] = whole - spent[LAUNCH]
-    elif "work" in describe_step:
-        name, dtype, flops, moved, launches = describe_step["work"]
+    elif "work" in task:
+        name, dtype, flops, moved, launches = task["work"]
         one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
         whole = float(seconds(one, cluster.device, cluster.measured)[0])
         spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
     return Task(
-        describe_step["name"],
+        task["name"],
         streams,
         math.fsum(spent.values()),
-        tuple(describe_step["after"]),
-        describe_step["phase"],
+        tuple(task["after"]),
+        task["phase"],
     ), spent
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from meshwright.calibrate import step_rows as steps
-from meshwright.calibrate import step_rows as whole
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS
 from meshwright.calibrate.plan import PACES, QUICK, MeasuredRow, Point
@@ -32,19 +31,17 @@ from tests.partition.models import UNEVEN
         ("step gpt, data parallel", {"micro_batches": 2, "interleave": 2}),
     ],
 )
-def test_what_is_told_of_a_step_is_priced_as_the_planner_simulates_it(
-    name: str, asked: dict[str, int]
-) -> None:
-    """On any cluster, whatever the rates were when it was told."""
+def test_a_described_step_is_priced_as_the_planner_simulates_it(name: str, asked: dict[str, int]) -> None:
+    """On any cluster, whatever the rates were when it was described."""
     row = steps.ROWS[name]
     captured = captured_of(*MODELS[row.model][0](8))
     plan = steps.plan(captured, Mesh.of(rank=4), row)
     parts = lower(captured, replace(plan, techniques=replace(plan.techniques, **asked)))
-    told = MeasuredRow(name, (Point(1.0, 1.0),), about=whole.told(parts, steps.neighbours(4)))
-    about = MeasuredRow.of(json.loads(json.dumps(told.data()))).about
+    written = MeasuredRow(name, (Point(1.0, 1.0),), about=steps.describe_step(parts, steps.neighbours(4)))
+    about = MeasuredRow.of(json.loads(json.dumps(written.data()))).about
     cluster = replace(Cluster.preset("cpu", ranks_per_node=4), measured=UNEVEN)
     on_level = [[axis, size, cluster.levels[-1].name] for axis, size, _ in about["mesh"]]
-    made = whole.priced({**about, "mesh": on_level}, cluster)
+    made = steps.priced({**about, "mesh": on_level}, cluster)
     assert made.seconds() == pytest.approx(simulate(parts, cluster).step_seconds, rel=1e-9)
     shares = made.shares()
     assert math.fsum(shares.values()) == pytest.approx(made.seconds(), rel=1e-3)

@@ -287,7 +287,7 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
 
     monkeypatch.setattr(chosen, "stages", searched)
     monkeypatch.setattr(chosen, "_better", fits)
-    monkeypatch.setattr(chosen, "told_stages", telling)
+    monkeypatch.setattr(chosen, "explain_stages", telling)
     plan = planned(1e4)
     (best, found), *_ = told
     assert looked[0] not in found and best in found

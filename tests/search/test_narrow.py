@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.search.test_alike import of_model
 
 from meshwright.search.budget import SPACE
 from meshwright.search.solve import NoStates, Problem, eliminate
@@ -16,6 +15,7 @@ from meshwright.search.space import prune as narrow
 from meshwright.search.space.families import runs
 from tests.search.drawn import draw
 from tests.search.planned import made
+from tests.search.test_vectorized import of_model
 
 
 @pytest.mark.parametrize("start", range(0, 120, 30))

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.search.test_alike import of_model
 
 import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
@@ -20,6 +19,7 @@ from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from tests.search.planned import SEARCHES, made
+from tests.search.test_vectorized import of_model
 
 
 @pytest.mark.parametrize("mode", SEARCHES)
@@ -114,7 +114,7 @@ def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_eleme
         for sheet in arrays.priced(turn, now).sheets:
             sizes = sheet.kind.leaf_sizes[0]
             for row in sheet.rows:
-                blocks = np.where(sheet.kind.codes.cuts[row], 2.0, 1.0).prod(axis=0)
+                blocks = np.where(sheet.kind.codes.splits[row], 2.0, 1.0).prod(axis=0)
                 assert (blocks <= sizes).all(), sheet.kind.codes.node.name
 
 

@@ -182,7 +182,7 @@ def test_a_note_that_does_not_fit_on_the_disk(
         assert "the checkpoint before is as it was" in str(caught.value)
 
     monkeypatch.setattr(
-        writing, "write_whole", full
+        writing, "write_atomically", full
     )  # here: ranks are threads, which would undo one another's
     run("gpt", TWO, body)
     assert not list(tmp_path.glob("step-*"))
