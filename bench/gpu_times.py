@@ -15,7 +15,7 @@ import torch
 import meshwright as mw
 from bench.gpu_checks import Found, Part, Place, Skip
 from bench.steps import Case, Step, adamw
-from meshwright.calibrate.step_rows import priced, told
+from meshwright.calibrate.step_rows import describe_step, priced
 from meshwright.compile import captured_of, lower
 from meshwright.examples import mlp
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
@@ -144,7 +144,7 @@ def _predicted(place: Place, build: Callable[[], Built]) -> Found:
     plan = mw.plan(model, batch, loss=loss, **OURS)
     parts = lower(captured_of(model, batch, loss), plan)
     del model
-    seconds = priced(told(parts, cluster), cluster).seconds()
+    seconds = priced(describe_step(parts, cluster), cluster).seconds()
     size = peak(parts, 0, optimizer=ADAMW_FUSED, device=place.kind).bytes
     step = _ours(build)
     for _ in range(WARM_UP):
