@@ -138,10 +138,12 @@ class StepBatch:
 
     def given(self, program: int) -> dict[str, torch.Tensor]:
         """What a program reads beside parameters and buffers: its shard of the batch, and what all of them read."""
+        if self.copies == 1:
+            return {**self.shared, **self.inputs[program](self.batch)}
         found = dict(self.shared)
         for copy in range(self.copies):
             mine = self.inputs[program * self.copies + copy](self.batch)
-            found |= mine if self.copies == 1 else {named(k, copy): v for k, v in mine.items()}
+            found |= {named(k, copy): v for k, v in mine.items()}
         return found
 
     def keep(self, stage: Stage, made: Mapping[str, torch.Tensor], program: int) -> None:

@@ -83,17 +83,19 @@ class Results:
 
     def gathered(self, x: torch.Tensor, layout: TensorLayout, micro_batch: int) -> torch.Tensor:
         """A result of one micro-batch as this rank holds it, put together over the ranks. Collective."""
-        mesh, full = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
-        number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
-        for step in redistribute(layout.forward, full, mesh, x.element_size()):
+        mesh = self.parts.plan.mesh
+        for step in _gathering(layout, mesh, x.element_size()):
             heartbeat.of("a result put together")
+            number = self.parts.of_rank(self.rank.comm.rank)[micro_batch]
             x = Mover(exchange(step, mesh, number))(x, self.handle)
         return x
 
     def _joined(self, pieces: list[torch.Tensor], layout: TensorLayout) -> torch.Tensor:
         """The results of all micro-batches in their places."""
+        if len(pieces) == 1:
+            return pieces[0]
         mesh, parts = self.parts.plan.mesh, _in_time(layout, self.parts.plan.mesh)
-        if len(pieces) == 1 or not parts.split_axes:
+        if not parts.split_axes:
             return pieces[-1]
         step = Step("all_gather", mesh.sort(parts.split_axes), parts, TensorLayout.replicated(layout.shape))
         places = exchange(step, mesh, self.parts.of_rank(self.rank.comm.rank)[0]).place
@@ -101,6 +103,12 @@ class Results:
         for place, piece in zip(places, pieces, strict=True):
             Picker(place).put(found, piece)
         return found
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _gathering(layout: TensorLayout, mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
+    """The steps that put a result of one micro-batch together over the ranks. Cached: a decoder asks for each token."""
+    return redistribute(layout.forward, _in_time(layout, mesh), mesh, itemsize)
 
 
 def _in_time(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
