@@ -44,9 +44,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
-from meshwright.input_checks import check_capturable, check_function, check_switches, plan_from
+from meshwright.input_checks import check_capturable, check_function, check_ranks, check_switches, plan_from
 from meshwright.partition import Partition
-from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks
 from meshwright.report.program import ProgramText
@@ -61,7 +60,7 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.shard_access import ShardAccess
 from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
-from meshwright.search.wanted import MeshLike, Pins, mesh_from
+from meshwright.search.wanted import MeshLike, Pins
 
 PROGRAMS = 16  # of other shapes that a forward step keeps
 Outputs = Callable[[Any, Any], Any]
@@ -231,14 +230,7 @@ def forward_step(
     check_function("outputs", outputs, 'lambda model, batch: model(batch["ids"])')
     plan = plan_from(plan)
     _check_forward(asked, mode)
-    if plan is not None:
-        check_world(plan.ranks)
-    elif mesh is not None:
-        given, total = mesh_from(mesh), isinstance(mesh, int)
-        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
-        check_world(given if plain else meshes(given, asked, total=total).world)
-    elif cluster is not None:
-        check_world(cluster.mesh)
+    check_ranks(plan, mesh, cluster, asked)
     check_switches(cast=cast, exact_random=exact_random)
     check_weights(model, weights, {"init": init, "cast": cast, "device": device})
     source, place, meeting = source_of(broadcast), device_of(model), Meeting()

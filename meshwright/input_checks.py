@@ -12,8 +12,12 @@ import torch
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.core.type_guards import is_number, is_whole
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
+from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
+from meshwright.runtime.rendezvous import check_world
+from meshwright.search.wanted import MeshLike, mesh_from
 
 
 def check_beside(plan: object, given: Mapping[str, Any]) -> None:
@@ -25,6 +29,18 @@ def check_beside(plan: object, given: Mapping[str, Any]) -> None:
             why="a plan has its mesh, mode, pins and limit already, and would win without a word",
             hint=f"give {names[0]}= to mw.plan(...), or leave out plan=",
         )
+
+
+def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, asked: Techniques) -> None:
+    """Raise RunError if another number of ranks was launched than a plan, a mesh or a cluster has."""
+    if plan is not None:
+        check_world(plan.ranks)
+    elif mesh is not None:
+        given, total = mesh_from(mesh), isinstance(mesh, int)
+        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
+        check_world(given if plain else meshes(given, asked, total=total).world)
+    elif cluster is not None:
+        check_world(cluster.mesh)
 
 
 def check_model(model: Any) -> None:

@@ -44,7 +44,7 @@ class _View:
 
 
 def fold(graph: Graph) -> Folding:
-    """Return repeated blocks of a graph without overlap, those that leave out the most nodes first."""
+    """Return repeated blocks of a graph without overlap: layers that take turns, then those of the longest runs."""
     view = _numbers(graph)
     found: list[Block] = []
     free = np.ones(len(graph.nodes), dtype=bool)

@@ -56,7 +56,8 @@ def within_time(stop: Stop, search: Callable[[], T]) -> T:
     raise PlanError(
         f"no plan was found within {stop.seconds:g} s",
         why=f"the search was at: {stop.stage or 'the options of every operator'}; nothing that fits was known by then",
-        hint='a longer time_limit; or mode="recursive_programming", which searches less than "auto"',
+        hint='a longer time_limit; or another mode: "recursive_programming" searches less than "auto", "data_parallel" '
+        "nothing",
     )
 
 

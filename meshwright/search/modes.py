@@ -111,11 +111,13 @@ def _make_plan(
     notes = remarks + check_annotated(context, specs, assignment) + _unused(graph, mode)
     inputs = found.choice.inputs if found else input_layouts(context, assignment)
     plan = _unfolded(folds, context, mode, assignment, inputs, request, found)
-    plan = replace(plan, reasons=folds.unfold(reasons) if reasons else {}, **_asked(folds, pins, hosts))
+    plan = replace(
+        plan, reasons=folds.unfold(reasons) if reasons else {}, **_pins_and_hosts(folds, pins, hosts)
+    )
     return plan.with_notes(*notes, *_remarks(folds, plan, request))
 
 
-def _asked(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
+def _pins_and_hosts(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
     """What a plan says of pins and of nodes on the host."""
     here = frozenset(name for name, stands in folds.nodes.items() if stands in hosts)
     return {"pins": plain_pins(pins), "hosts": here}
@@ -124,7 +126,9 @@ def _asked(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
 def _offered(offered: tuple[Planner, SearchResult], mode: str, pins: Pins) -> Plan:
     """The plan of the best choice by the time the search had to end."""
     planner, found = offered
-    plan = replace(plan_found(planner, found), mode=mode, **_asked(planner.folds, pins, planner.hosts))
+    plan = replace(
+        plan_found(planner, found), mode=mode, **_pins_and_hosts(planner.folds, pins, planner.hosts)
+    )
     if planner.folds.is_whole or (found.evaluation is not None and found.evaluation.in_full):
         return plan
     return plan.with_notes("seconds and bytes are estimated from a few layers")

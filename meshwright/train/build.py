@@ -44,6 +44,7 @@ from meshwright.input_checks import (
     check_model,
     check_numbers,
     check_random,
+    check_ranks,
     check_switches,
     check_trains,
     plan_from,
@@ -78,7 +79,6 @@ from meshwright.train.request import (
     StepRequest,
     check_factory,
     check_mode,
-    check_ranks,
     check_state,
     device_for,
 )

@@ -8,28 +8,17 @@ from typing import Any
 
 import torch
 
-from meshwright.agreement import (
-    device_of,
-    own_device,
-)
+from meshwright.agreement import device_of, own_device
 from meshwright.capture.meta_init import Init
-from meshwright.compile import (
-    Loss,
-)
+from meshwright.compile import Loss
 from meshwright.core.techniques import Techniques
-from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.hollow import check_has_values
-from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
-from meshwright.programs import (
-    ModelState,
-    check_joins,
-)
+from meshwright.programs import ModelState, check_joins
 from meshwright.runtime.optimizers import OptimizerFactory
-from meshwright.runtime.rendezvous import check_world
 from meshwright.search.planner import Request
-from meshwright.search.wanted import MeshLike, Pins, mesh_from
+from meshwright.search.wanted import MeshLike, Pins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +48,6 @@ class StepRequest:
     place: torch.device
     cache: str | Path | None
     max_programs: int
-
-
-def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, asked: Techniques) -> None:
-    """Raise RunError if another number of ranks was launched than a plan, a mesh or a cluster has."""
-    if plan is not None:
-        check_world(plan.ranks)
-    elif mesh is not None:
-        given, total = mesh_from(mesh), isinstance(mesh, int)
-        plain = asked.pipeline == 1 or isinstance(mesh, list | tuple)
-        check_world(given if plain else meshes(given, asked, total=total).world)
-    elif cluster is not None:
-        check_world(cluster.mesh)
 
 
 def check_factory(optimizer: object) -> None:
@@ -112,4 +89,4 @@ def check_state(request: StepRequest, shared: ModelState | None) -> None:
         check_has_values(request.model)
 
 
-__all__ = ["StepRequest", "check_factory", "check_mode", "check_ranks", "check_state", "device_for"]
+__all__ = ["StepRequest", "check_factory", "check_mode", "check_state", "device_for"]

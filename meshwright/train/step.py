@@ -13,18 +13,14 @@ import torch
 from meshwright.capture.hooks import ShardHooks
 from meshwright.capture.nest import filled
 from meshwright.capture.pytree import leaves
-from meshwright.compile import (
-    check_size,
-)
+from meshwright.compile import check_size
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import WorldRank
 from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import RunError, did_you_mean
 from meshwright.hollow import Hollow
-from meshwright.input_checks import (
-    check_switches,
-)
+from meshwright.input_checks import check_switches
 from meshwright.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text
@@ -34,9 +30,7 @@ from meshwright.predict.pipeline_claims import claimed
 from meshwright.predict.pipeline_step import predict
 from meshwright.predict.tasks import simulate
 from meshwright.predict.timeline import Timeline
-from meshwright.programs import (
-    ProgramTable,
-)
+from meshwright.programs import ProgramTable
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.anomaly import Anomaly, find_anomaly

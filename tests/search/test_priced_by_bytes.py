@@ -38,7 +38,7 @@ def searched(
     )
     planner: Any = SimpleNamespace(request=SimpleNamespace(stop=Stop(), memory_bytes=1.0))
     found, nearest = memory_limit.priced_by_bytes(planner, run)  # the first price is 1
-    return found, nearest, prices  # type: ignore[return-value]
+    return found, nearest, prices
 
 
 @pytest.mark.parametrize("doublings", range(12))

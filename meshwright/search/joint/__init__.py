@@ -169,7 +169,6 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[SearchResul
 def _see(planner: Planner, seen: list[SearchResult], found: SearchResult) -> None:
     """Remember the best so far: from now on a search may end."""
     seen.append(found)
-    planner.request.stop.arm()
     offer(planner, found)
 
 
