@@ -206,6 +206,7 @@ _captured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Captured, Guard
 )
 
 
+@rare_collection()
 def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Path | None = None) -> Captured:
     """The captured program; the last one of each model is remembered, so that plan, verify and train_step share it."""
     check_capturable(model)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from meshwright import heartbeat
+from meshwright.core.cycles import rare_collection
 from meshwright.core.mesh import Mesh
 from meshwright.errors import MeshwrightError, PeerLost, RunError
 from meshwright.runtime import lost_peer as peers
@@ -20,6 +21,14 @@ from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, 
 from meshwright.runtime.stores import FileStore, PrefixStore, Store, put
 
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
+
+
+def load_compiler() -> None:
+    """Load the compiler, a second of work, which torch does with the first optimizer and before the first capture.
+
+    Ranks load it at the same time; else all wait for rank 0 to capture, and then rank 0 for the others to load it."""
+    with rare_collection():
+        torch.compiler.disable(lambda: None)
 
 
 def launched_world() -> int:
@@ -185,6 +194,8 @@ class Meeting:
         """Rank 0's bytes on every rank. An error of rank 0 is raised on all."""
         if self.channel is None:
             return compute()
+        if self.rank != 0:  # while rank 0 captures
+            load_compiler()
         word: bytes | None = None
         if self.rank == 0:
             try:
@@ -197,6 +208,8 @@ class Meeting:
                 self.channel.share(b"no" + json.dumps(told).encode())
                 raise
         answer = self.channel.share(word)
+        if self.rank == 0:  # a capture from a cache did without it: now, while the others load it
+            load_compiler()
         if answer[:2] == b"no":
             text, why, where, hint = json.loads(answer[2:])
             raise RunError(text, why=why, where=where, hint=hint)

@@ -34,6 +34,7 @@ from meshwright.compile import (
     values_of,
     with_model,
 )
+from meshwright.core.cycles import rare_collection
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
@@ -178,6 +179,7 @@ def train_step(
     return _built(request)
 
 
+@rare_collection()
 def _built(request: StepRequest) -> TrainStep:
     """Agree with the other ranks on graph and plan, then make this rank's step."""
     model, optimizer, batch = request.model, request.optimizer, request.batch
