@@ -5,6 +5,7 @@ python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench joint [--markdown]    how long the search over stages, meshes and techniques takes, and its gap
+python -m bench planned [--markdown]  how long planning published models takes on 8 to 2,048 ranks, and what is refused
 python -m bench one-rank --rows 405b  a plan for thousands of ranks, one of them run here and counted
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
@@ -46,6 +47,11 @@ def main() -> None:
         from bench.joint import main as joint
 
         joint(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["planned"]:
+        from bench.planned import main as planned
+
+        planned(sys.argv[2:])
         return
     if sys.argv[1:2] == ["one-rank"]:
         from bench.one_rank import main as one_rank

@@ -165,7 +165,11 @@ class Opened:
 
 def opened(name: str, *, batch: int, sequence: int | None = None, layers: int | None = None) -> Opened:
     """A model of `CONFIGS`, or ``MLP``, captured on the meta device; captures are kept in `CACHE`."""
-    model, made, loss = built(name, batch=batch, sequence=sequence, layers=layers)
+    return opened_from(*built(name, batch=batch, sequence=sequence, layers=layers))
+
+
+def opened_from(model: torch.nn.Module, made: Any, loss: Callable[..., torch.Tensor]) -> Opened:
+    """The same of a model, an example batch and a loss."""
     folder = CACHE / key_of(model, made, loss)
     known = folder.is_dir()
     started = time.perf_counter()

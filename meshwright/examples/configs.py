@@ -21,6 +21,7 @@ from meshwright.examples.zoo import Built, hugging_face_loss
 BATCH, SEQUENCE = 8, 1024
 KINDS = {  # kind of model → the table of transformers that lists its classes; the first that has a model is taken
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
@@ -41,7 +42,10 @@ def from_config(path: str | Path, *, batch: int | None = None, sequence: int | N
     with _quiet():
         config = _config(file, data)
         kind, maker = _class(file, data, config)
-        if kind == "seq2seq":  # shifted labels need both, and many files leave them to the tokenizer
+        if kind in (
+            "seq2seq",
+            "speech",
+        ):  # shifted labels need both, and many files leave them to the tokenizer
             for name in ("decoder_start_token_id", "pad_token_id"):
                 if getattr(config, name, None) is None:
                     setattr(config, name, 0)
@@ -158,7 +162,7 @@ def _class(file: Path, data: dict[str, Any], config: Any) -> tuple[str, Any]:
             return kind, getattr(transformers, _names(table[config.model_type])[0])
     raise ModelError(
         f"no batch is known for {name or config.model_type}",
-        why="hf: opens language models, encoder-decoders, masked language models, and classifiers",
+        why="hf: opens language models, encoder-decoders, Whisper, masked language models, and classifiers",
         hint=OWN_FILE,
     )
 
@@ -199,4 +203,18 @@ def _batch(
         fits //= 2  # some count positions from 2 on (514 for 512), and powers of two can be split
     tokens = sequence or fits
     ids = torch.empty(rows, tokens, dtype=torch.long)
+    if kind == "speech":  # ids are what is to be written, and the model shifts them for its decoder
+        return {"input_features": _sound(config, rows), "labels": ids}
     return {"input_ids": ids, "labels": ids[:, 0].clone() if kind == "classify" else ids.clone()}
+
+
+def _sound(config: Any, rows: int) -> torch.Tensor:
+    """Mel bins by frames, of which the encoder's stride of 2 leaves half."""
+    bins, positions = (getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+    if bins is None or positions is None:
+        raise ModelError(
+            f"no batch is known for {config.model_type}",
+            why="hf: opens models of speech that read a fixed number of frames of mel bins, as Whisper does",
+            hint=OWN_FILE,
+        )
+    return torch.empty(rows, bins, 2 * positions, dtype=_dtype(config))

@@ -118,6 +118,23 @@ def test_the_dtype_is_that_of_the_file(tmp_path):
     assert opened.batch["input_ids"].shape == (8, 1024)
 
 
+def test_speech_is_as_many_frames_as_the_encoder_reads_beside_the_words(tmp_path):
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    sizes |= {
+        "decoder_attention_heads": 2,
+        "vocab_size": 64,
+        "max_source_positions": 12,
+        "max_target_positions": 8,
+    }
+    opened = open_model(f"hf:{config(tmp_path, 'whisper', num_mel_bins=20, **sizes)}", batch=4)
+    assert {k: tuple(v.shape) for k, v in opened.batch.items()} == {
+        "input_features": (4, 20, 24), "labels": (4, 8),
+    }  # fmt: skip
+    assert opened.loss(opened.model, opened.batch).shape == ()
+    mw.plan(opened.model, opened.batch, loss=opened.loss, mesh={"dp": 2})
+    assert "frames of mel bins" in refused(f"hf:{config(tmp_path, 'speech_to_text')}")
+
+
 def test_wrong_configurations_say_what_is_wrong(tmp_path):
     assert "cannot be read" in refused(f"hf:{tmp_path / 'none.json'}")
     (tmp_path / "config.json").write_text("{")
