@@ -119,7 +119,13 @@ def test_the_dtype_is_that_of_the_file(tmp_path):
 
 
 def test_speech_is_as_many_frames_as_the_encoder_reads_beside_the_words(tmp_path):
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    sizes = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "pad_token_id": 0,
+    }
     sizes |= {
         "decoder_attention_heads": 2,
         "vocab_size": 64,
@@ -130,7 +136,6 @@ def test_speech_is_as_many_frames_as_the_encoder_reads_beside_the_words(tmp_path
     assert {k: tuple(v.shape) for k, v in opened.batch.items()} == {
         "input_features": (4, 20, 24), "labels": (4, 8),
     }  # fmt: skip
-    assert opened.loss(opened.model, opened.batch).shape == ()
     mw.plan(opened.model, opened.batch, loss=opened.loss, mesh={"dp": 2})
     assert "frames of mel bins" in refused(f"hf:{config(tmp_path, 'speech_to_text')}")
 
