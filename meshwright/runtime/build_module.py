@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +29,13 @@ from meshwright.core.graph import (
     Ref,
 )
 from meshwright.partition.activation_offload import SavedActivation
+from meshwright.partition.localize import SUM_OF_COUNTS
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.split_backward import splittable
 from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Keeper, Settle, Store
 from meshwright.runtime.collectives import Handle
+from meshwright.runtime.counts import CountStart, CountWait
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
@@ -102,8 +104,10 @@ def build_module(
     for node in graph.nodes:
         copy = options.copy_of.get(node.name, 0)
         rank.micro_batch = entered + copy  # what a reshard takes depends on it
+        building.settle(node.uses)
         building.add(node, copy)
     rank.micro_batch = entered
+    building.settle([*building.counting])
     building.made.output(tuple(building.values[v] for _, v in (*graph.outputs, *graph.mutations)))
     module = fx.GraphModule(building.root, building.made, class_name="LocalProgram")
     module.graph.lint()
@@ -123,6 +127,7 @@ class _Building:
         self.root, self.made, self.prefetch = torch.nn.Module(), fx.Graph(), Prefetch()
         self.values: dict[str, fx.Node] = {}
         self.variables: dict[str, str] = {}
+        self.counting: dict[str, CountStart] = {}  # sums of counts that nothing waits for yet
         self.again = {n.name for n in graph.nodes if any(options.keeps.get(v) == "again" for v in n.values)}
         self.split: Collection[str] = ()
         if options.queue is not None:
@@ -141,7 +146,8 @@ class _Building:
         kwargs = {k: _arguments(v, self.values, device) for k, v in node.kwargs}
         call = _Call(node, _identifier(node.name), args, kwargs, device, copy)
         result = BUILDERS[self._kind(node)](self, call)
-        self.variables[result.name] = node.name
+        if node.name not in self.counting:
+            self.variables[result.name] = node.name
         if len(node.outputs) == 1:
             self.values[node.name] = result
         else:
@@ -152,6 +158,13 @@ class _Building:
                 activation, rank = options.activations[value], self.rank
                 keeper = Keeper(activation, rank.mesh, rank.number, self.handle, options.store)
                 self.values[value] = self.call(f"{_identifier(value)}_kept", keeper, (self.values[value],))
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Add the waits for those of some values that are sums under way."""
+        for name in names:
+            if (start := self.counting.pop(name, None)) is not None:
+                total = self.call(_identifier(name), CountWait(start), (self.values[name],))
+                self.variables[total.name], self.values[name] = name, total
 
     def call(
         self, name: str, module: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -164,7 +177,7 @@ class _Building:
         """Return the row of `BUILDERS` for a node."""
         if is_fetch(node) and self.options.fetches is not None:
             return "fetch"
-        if node.op in BUILDERS:
+        if node.op in BUILDERS and not (node.op == SUM_OF_COUNTS and self._ends_at_once(node)):
             return node.op
         if node.name in self.split:
             return "split backward"
@@ -172,6 +185,10 @@ class _Building:
         if self.options.again is None or node.name not in self.again:
             return kind
         return "recomputed dropout" if node.op == DROPOUT else f"recomputed {kind}"
+
+    def _ends_at_once(self, node: Node) -> bool:
+        """True for a sum of counts that backward repeats, or of counts on the host."""
+        return node.name in self.again or node.name in self.options.hosts
 
     def sums_of(self, node: Node) -> Accumulation | None:
         """Return where gradients are added up before a node sends them, if they are."""
@@ -272,6 +289,13 @@ def _kernel(building: _Building, call: _Call) -> fx.Node:
     return building.call(call.name, in_copy(kernel, rank, call.copy), call.args, call.kwargs)
 
 
+def _sum_of_counts(building: _Building, call: _Call) -> fx.Node:
+    """Only its start: `_Building.settle` adds the wait."""
+    start = CountStart(building.rank, call.args[1], collective_name(call.node, "forward"))
+    building.counting[call.node.name] = start
+    return building.call(f"{call.name}_begun", start, call.args[:1])
+
+
 def _operator(building: _Building, call: _Call) -> fx.Node:
     function = torch_operator(call.node)
     return building.made.create_node("call_function", function, call.args, call.kwargs, name=call.name)
@@ -283,6 +307,7 @@ BUILDERS: Mapping[str, Callable[[_Building, _Call], fx.Node]] = {
     WAIT: _wait,
     TO_HOST: _to_host,
     TO_DEVICE: _to_device,
+    SUM_OF_COUNTS: _sum_of_counts,
     "fetch": _fetch,
     "split backward": _split_linear,
     "kernel": _kernel,

@@ -42,34 +42,31 @@ def test_only_gradients_that_nobody_else_holds_are_reduced_in_place(monkeypatch)
     assert alone == {id(p) for n, p in step.parameters.items() if n != "shift"}
 
 
-def test_counts_are_summed_before_forward_and_the_loss_is_not_waited_for() -> None:
+def test_counts_are_summed_beside_the_model_and_the_loss_is_not_waited_for() -> None:
     model, batch, loss = gpt.build()
     events: list[str] = []
 
     class Log(Counter):
-        def all_reduce(self, x, axes, op="sum"):
-            events.append(f"sum of {x.dtype}")
-            return super().all_reduce(x, axes, op)
-
         def all_reduce_start(self, x, axes):
-            events.append(f"start of {x.numel()}")
-            return Ended(x, events) if x.numel() == 1 else super().all_reduce_start(x, axes)
+            events.append(f"start of {x.numel()} {x.dtype}")
+            return Ended(x) if x.numel() == 1 else super().all_reduce_start(x, axes)
 
     class Ended(Done):
-        def __init__(self, result: torch.Tensor, log: list[str]) -> None:
-            super().__init__(result)
-            self.log = log
-
         def wait(self) -> torch.Tensor:
-            self.log.append("loss")
+            events.append(f"wait for {self.result.dtype}")
             return super().wait()
 
     step = _step(model, batch, loss, Log(Mesh.of(dp=2)))
-    first = step.graph.nodes[: [n.op for n in step.graph.nodes].index("aten.linear.default")]
-    assert "meshwright.all_reduce" in [n.op for n in first]
+    calls = [str(n.target) for n in step.modules[0].graph.nodes]  # pyright: ignore[reportFunctionMemberAccess]
+    (begun,) = [i for i, call in enumerate(calls) if call.endswith("_begun")]
+    (waited,) = [i for i, call in enumerate(calls) if f"{call}_begun" == calls[begun]]
+    linears = [i for i, call in enumerate(calls) if call == "aten.linear.default"]
+    assert begun < linears[0] < linears[-1] < waited
     step.gradients(batch)
-    gradients = [e for e in events if e.startswith("start of") and e != "start of 1"]
-    assert events == ["sum of torch.int64", "start of 1", *gradients, "loss"] and gradients
+    gradients = [e for e in events if e.startswith("start of") and not e.startswith("start of 1 ")]
+    count = ["start of 1 torch.int64", "wait for torch.int64"]
+    assert gradients
+    assert events == [*count, "start of 1 torch.float32", *gradients, "wait for torch.float32"]
 
 
 def _step(model, batch, loss, comm) -> LocalStep:
