@@ -10,7 +10,9 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch import fx
 
+from meshwright.capture.blocks import body_of, is_block
 from meshwright.capture.normalize import TABLE
 from meshwright.ops.table import LINES, SPECIAL
 
@@ -31,11 +33,24 @@ UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE)) - DECOMPOSED
 
 
 def is_functional(program: torch.export.ExportedProgram) -> bool:
-    """Return whether decomposing the program would change nothing."""
-    return all(
-        fx.op in ("placeholder", "output")
-        or (fx.op == "call_function" and (fx.target is operator.getitem or str(fx.target) in UNCHANGED))
-        for fx in program.graph.nodes
+    """Return whether decomposing the program would only inline its blocks."""
+    return _stays(program.graph_module)
+
+
+def _stays(module: fx.GraphModule) -> bool:
+    """Whether each operator of a module, and of the blocks in it, stays as it is."""
+    blocks = [body_of(node, module) for node in module.graph.nodes if is_block(node)]
+    return all(map(_is_unchanged, module.graph.nodes)) and all(
+        body is not None and _stays(body) for body in blocks
+    )
+
+
+def _is_unchanged(node: fx.Node) -> bool:
+    if node.op == "get_attr":  # the body of a block
+        return all(map(is_block, node.users))
+    return node.op in ("placeholder", "output") or (
+        node.op == "call_function"
+        and (node.target is operator.getitem or is_block(node) or str(node.target) in UNCHANGED)
     )
 
 

@@ -26,6 +26,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from meshwright.capture.blocks import inline
 from meshwright.capture.effects import Effects
 from meshwright.capture.functional import is_functional
 from meshwright.capture.hooks import check_backward_hooks
@@ -269,7 +270,9 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
             with preserve_node_meta():  # for what `_Watch` notes
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
                 origins = _origins(program.graph_module)
-                if not is_functional(program):
+                if is_functional(program):
+                    inline(program.graph_module)
+                else:
                     program = program.run_decompositions({})
         except MeshwrightError:
             raise

@@ -119,3 +119,56 @@ def test_the_check_before_a_cast_is_no_block(monkeypatch: pytest.MonkeyPatch) ->
     batch = torch.zeros(2, 4, dtype=torch.float64)
     found, decomposed = twice(monkeypatch, lambda: capture(model, batch, loss).graph)
     assert found == decomposed
+
+
+class Blocks(nn.Module):
+    """A frozen target beside what is trained, with blocks inside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            low, high = self.target(x).chunk(2, -1)
+            with torch.enable_grad():
+                inner = self.online(x)
+            both = torch.cat([high, low * inner[:, :2]], -1)
+        return (self.online(x) * both + self.target(both)).mean() + low.sum() + inner.mean(), both
+
+
+def test_blocks_without_gradient_are_inlined(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(3, 4)
+    found, decomposed = twice(
+        monkeypatch, lambda: capture(Blocks(), x, lambda model, batch: model(batch)[0]).graph
+    )
+    assert found == decomposed
+    assert str(found) == str(decomposed)  # with modules and lines
+    assert [n.op for n in found.nodes].count("aten.linear.default") == 4
+
+
+def test_a_result_of_a_block_may_be_one_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(3, 4)
+
+    def graph() -> Graph:
+        return capture(Blocks(), x, lambda model, batch: model(batch)).graph
+
+    found = graph()
+    monkeypatch.setattr("meshwright.capture.trace.is_functional", lambda program: False)
+    assert found == graph()
+
+
+@pytest.mark.parametrize("name", first(1, ("Llama", "Gemma2")))
+def test_a_model_with_tables_made_without_gradient_stays_what_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    batch = {k: torch.zeros(2, 16, dtype=torch.int64) for k in ("input_ids", "labels")}
+    found, decomposed = twice(
+        monkeypatch, lambda: capture(model, batch, lambda model, batch: model(**batch).loss).graph
+    )
+    assert str(found) == str(decomposed)
