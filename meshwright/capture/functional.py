@@ -12,7 +12,8 @@ import operator
 import torch
 from torch import fx
 
-from meshwright.capture.blocks import body_of, is_block
+from meshwright.capture.blocks import body_of, inline, is_block
+from meshwright.capture.in_place import may_be_new, write_anew
 from meshwright.capture.normalize import TABLE
 from meshwright.ops.table import LINES, SPECIAL
 
@@ -30,19 +31,28 @@ DECOMPOSED = frozenset(
     ).split()
 )
 UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE)) - DECOMPOSED
+NO_RULE = frozenset({"aten._grouped_mm.default"})  # `raise_experts` makes another operator of them
+STAYS = UNCHANGED | NO_RULE
 
 
 def is_functional(program: torch.export.ExportedProgram) -> bool:
-    """Return whether decomposing the program would only inline its blocks."""
-    return _stays(program.graph_module)
+    """Return whether decomposing the program would only inline its blocks and write anew what is written in place."""
+    return _stays(program.graph_module, inside=False)
 
 
-def _stays(module: fx.GraphModule) -> bool:
-    """Whether each operator of a module, and of the blocks in it, stays as it is."""
+def make_functional(program: torch.export.ExportedProgram) -> None:
+    """Do what decomposition would do with such a program."""
+    write_anew(program.graph)
+    inline(program.graph_module)
+
+
+def _stays(module: fx.GraphModule, inside: bool) -> bool:
+    """Whether each operator of a module, and of the blocks in it, stays as it is. `inside`: it is such a block, in
+    which a write in place goes past autograd."""
     blocks = [body_of(node, module) for node in module.graph.nodes if is_block(node)]
-    return all(map(_is_unchanged, module.graph.nodes)) and all(
-        body is not None and _stays(body) for body in blocks
-    )
+    return all(
+        _is_unchanged(node) or (not inside and may_be_new(node)) for node in module.graph.nodes
+    ) and all(body is not None and _stays(body, inside=True) for body in blocks)
 
 
 def _is_unchanged(node: fx.Node) -> bool:
@@ -50,8 +60,8 @@ def _is_unchanged(node: fx.Node) -> bool:
         return all(map(is_block, node.users))
     return node.op in ("placeholder", "output") or (
         node.op == "call_function"
-        and (node.target is operator.getitem or is_block(node) or str(node.target) in UNCHANGED)
+        and (node.target is operator.getitem or is_block(node) or str(node.target) in STAYS)
     )
 
 
-__all__ = ["DECOMPOSED", "UNCHANGED", "is_functional"]
+__all__ = ["DECOMPOSED", "UNCHANGED", "is_functional", "make_functional"]

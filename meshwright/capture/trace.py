@@ -26,9 +26,8 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from meshwright.capture.blocks import inline
 from meshwright.capture.effects import Effects
-from meshwright.capture.functional import is_functional
+from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import user_line
 from meshwright.capture.nest import Shape, count, shape_of
@@ -271,7 +270,7 @@ def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: ty
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
                 origins = _origins(program.graph_module)
                 if is_functional(program):
-                    inline(program.graph_module)
+                    make_functional(program)
                 else:
                     program = program.run_decompositions({})
         except MeshwrightError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,7 +14,7 @@ from torch import nn
 from meshwright.capture import capture
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
-from meshwright.core.graph import Graph, Node
+from meshwright.core.graph import Graph, Node, Ref, map_refs
 from meshwright.examples import gpt, llama, recommender
 from tests.breadth import first
 from tests.ops.prove import CPU, Sample, argument, sample
@@ -172,3 +174,104 @@ def test_a_model_with_tables_made_without_gradient_stays_what_it_is(
         monkeypatch, lambda: capture(model, batch, lambda model, batch: model(**batch).loss).graph
     )
     assert str(found) == str(decomposed)
+
+
+def meanings(graph: Graph) -> Counter[str]:
+    """What each value is computed from, down to the inputs, whatever the order and the names of operators."""
+    known = {entry.name: f"{entry.role} {entry.target}" for entry in graph.inputs}
+    found: Counter[str] = Counter()
+
+    def meant(ref: Ref) -> Ref:
+        return Ref(known[ref.name])
+
+    for node in graph.nodes:
+        args = map_refs((node.args, node.kwargs), meant)
+        said = f"{node.op} {args} {node.outputs} {node.needs_grad} {node.module}"
+        text = hashlib.sha256(said.encode()).hexdigest()
+        found[text] += 1
+        known.update({value: f"{text} {n}" for n, value in enumerate(node.values)})
+    for label, value in graph.outputs:
+        found[f"{label} {known[value]}"] += 1
+    return found
+
+
+class Writes(nn.Module):
+    """Writes into fresh tensors, and one that is read before and after, through views, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        before = y.sum(-1, keepdim=True)
+        y /= before
+        flat = y.view(-1)
+        y = torch.matmul(x, self.linear.weight.t())
+        y.mul_(2.0)
+        y += flat.view(y.shape)
+        mask = torch.zeros_like(y)
+        mask.scatter_(1, y.argmax(1, keepdim=True), 1.0)
+        return (y * mask).sum() + y[:, 0].mean() + flat.sum()
+
+
+def test_writes_into_fresh_tensors_make_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 4)
+    found, decomposed = twice(
+        monkeypatch, lambda: capture(Writes(), x, lambda model, batch: model(batch)).graph
+    )
+    assert meanings(found) == meanings(decomposed)
+    assert not any("_." in node.op for node in found.nodes)
+
+
+@pytest.mark.parametrize(
+    "odd", ["view before", "other dtype", "without gradient", "argument", "view written to"]
+)
+def test_other_writes_are_decomposed(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        if odd == "view before":
+            view = y[:, 0]
+            y *= 2.0
+            return view.mean()
+        if odd == "other dtype":
+            return y.mul_(torch.full((), 2.0, dtype=torch.float64).expand(6)).mean()
+        if odd == "without gradient":
+            with torch.no_grad():
+                z = torch.zeros_like(y)
+                z += model.weight.sum()
+            return (y * z).mean()
+        if odd == "argument":
+            z = nn.functional.dropout(y, 0.0, False)  # y itself
+            z *= 2.0
+            return y.mean()
+        y[:, 0].mul_(2.0)
+        return y.mean()
+
+    model, x = nn.Linear(4, 6), torch.randn(3, 4)
+    done: list[bool] = []
+
+    def decompose(program: Any, *args: Any) -> Any:
+        done.append(True)
+        return run(program, *args)
+
+    run = torch.export.ExportedProgram.run_decompositions
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decompose)
+    capture(model, x, loss)
+    assert done
+
+
+@pytest.mark.parametrize("name", first(1, ("Mixtral", "GptOss")))
+def test_a_model_that_writes_in_place_stays_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **experts)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+        batch = {k: torch.zeros(2, 16, dtype=torch.int64) for k in ("input_ids", "labels")}
+    found, decomposed = twice(
+        monkeypatch, lambda: capture(model, batch, lambda model, batch: model(**batch).loss).graph
+    )
+    assert meanings(found) == meanings(decomposed)
