@@ -48,6 +48,7 @@ def interpret(
         "meshwright.dropout": dropout or (lambda x, p, slot: torch.nn.functional.dropout(x, p)),
         "meshwright.dropout_mask": lambda y: y != 0,
         "meshwright.expert_linear": _expert_linear,
+        "meshwright.embedding_bag": _embedding_bag,
     }
     run(graph.nodes, known, special=special, attention=attention, device=device)
     return {label: known[value] for label, value in (*graph.outputs, *graph.mutations)}
@@ -57,6 +58,24 @@ def _expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor)
     """Multiply each row by the matrix of each of its experts, one by one: slow, and obviously correct."""
     rows = x.repeat_interleave(len(experts) // max(len(x), 1), dim=0)
     return torch.bmm(rows[:, None], weight[experts])[:, 0]
+
+
+def _embedding_bag(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    mode: str,
+    padding: int | None,
+) -> torch.Tensor:
+    """Look every row up, then reduce those of a bag: with more memory than torch needs, and obviously correct."""
+    counted = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
+    rows, counted = table[ids], counted[..., None]
+    if mode == "max":
+        most = rows.masked_fill(~counted, -torch.inf).amax(1)
+        return torch.where(counted.any(1), most, 0)
+    rows = rows * counted if weights is None else rows * counted * weights[..., None]
+    return rows.sum(1) / counted.sum(1).clamp(min=1) if mode == "mean" else rows.sum(1)
 
 
 def run(

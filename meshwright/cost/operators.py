@@ -75,7 +75,12 @@ BROADCASTS = _named("add.Tensor sub.Tensor rsub.Tensor mul.Tensor multiply.Tenso
                     "logaddexp addcmul addcdiv lerp.Tensor masked_fill.Tensor")  # fmt: skip
 
 # Read as many elements of the first input as there are results, not the full table; the gradient has the full size.
-LOOKUPS = _named("embedding gather index_select index.Tensor") | {"meshwright.embedding_rows"}
+# The port of the table, by operator. A bag reads a row for each of its ids, and reduces them.
+BAG = "meshwright.embedding_bag"
+LOOKUPS = {
+    **dict.fromkeys(_named("embedding gather index_select index.Tensor") | {"meshwright.embedding_rows"}, 0),
+    BAG: 1,
+}
 LIKES = _named("rand_like randn_like randint_like randint_like.low_dtype")  # read only a shape
 
 # Extra passes over the first input: (forward, backward). Backward of cross entropy fills the gradient of the
@@ -104,6 +109,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "aten.glu.default": (1, 1),
     "meshwright.dropout": (4, 2),
     "meshwright.embedding_rows": (10, 3),
+    BAG: (2, 3),
     "meshwright.attention_dropout": (10, 14),
     "transformers.grouped_mm_fallback.default": (4, 8),
     EXPERT_LINEAR: (6, 10),
@@ -137,7 +143,7 @@ ELEMENT_FLOPS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_named("amax amin max.dim min.dim"), (2, 40)),
     **dict.fromkeys(_named("cumsum cumprod logcumsumexp"), (18, 25)),
     **dict.fromkeys(_named("sort sort.stable argsort argsort.stable topk"), (900, 60)),
-    **dict.fromkeys(_named("embedding index.Tensor index_select gather"), (10, 15)),
+    **dict.fromkeys(_named("embedding index.Tensor index_select gather") | {BAG}, (10, 15)),
     **dict.fromkeys(_named("rand_like randn_like bernoulli bernoulli.p"), (150, 0)),
     "meshwright.dropout": (170, 5),
 }  # fmt: skip
@@ -312,7 +318,7 @@ class _Sizes:
         more = PASSES.get(op, (0, 0))
         forward = _sum(self.inputs) + _sum(self.outputs) + extra + more[0] * first
         if op in LOOKUPS:
-            forward = forward - first + self.outputs[0]
+            forward = forward - self.inputs[LOOKUPS[op]] + self._looked_up()
         elif op in LIKES:
             forward = forward - first
         backward, count = self._backward(kept.inputs, kept.outputs, extra)
@@ -325,9 +331,15 @@ class _Sizes:
         launches = LAUNCHES.get(op, (1, count))
         return self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
 
+    def _looked_up(self) -> Amount:
+        """Return the bytes of the rows that a look-up reads."""
+        return self.outputs[0] * (self.rule.sizes["s"] if self.node.op == BAG else 1)
+
     def _largest(self) -> Amount:
         """Return the elements of the first input or result, whichever is larger; without a table of a look-up."""
         found = [self.outputs[0] / DTYPES[self.node.outputs[0].dtype]]
+        if self.node.op == BAG:
+            return self._looked_up() / DTYPES[self.node.outputs[0].dtype]
         if self.inputs and self.node.op not in LOOKUPS:
             found.append(self.inputs[0] / DTYPES[self.ports[0].dtype])
         return functools.reduce(np.maximum, found) if len(found) > 1 else found[0]
@@ -337,8 +349,10 @@ class _Sizes:
         op, result = self.node.op, self.rule.outputs[0]
         reads = _sum(self.inputs[p] for p in inputs) + _sum(self.outputs[o] for o in outputs) + extra
         if op in LOOKUPS:
-            ids = _sum(self.inputs[1:])
-            found = self.inputs[0] + 2 * self.gradients + ids  # zeros for the table, then the rows added
+            table = LOOKUPS[op]
+            ids = _sum(x for port, x in enumerate(self.inputs) if port != table)
+            rows = self.gradients + (self._looked_up() if op == BAG else self.gradients)
+            found = self.inputs[table] + rows + ids  # zeros for the table, then the rows added
             return (found, 2) if any(self.wanted) else (0.0, 0)
         total: Amount = 0.0
         count = 0

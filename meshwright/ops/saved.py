@@ -63,6 +63,7 @@ KEEPS: dict[str, Keeps] = {
     # ---- places
     **_each("embedding scatter.src scatter.value index_select index_fill.int_Scalar", "1"),
     "meshwright.embedding_rows": "1",
+    "meshwright.embedding_bag": lambda node, types, wanted: _bags(node, types, wanted),
     "aten.scatter_add.default": "1/2",
     "aten.scatter_reduce.two": "0 1 2 o0",
     "aten.index_add.default": "1/2 2/2",
@@ -273,6 +274,17 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     extra += v.size_bytes * repeat if inner and repeat > 1 else 0
     ports = [] if copied else [p for p in (0, 1) if needs_grad[1 - p] and (p == 0 or repeat == 1)]
     return Saved((*ports, *([2] if inner and repeat == 1 else [])), (), extra)
+
+
+def _bags(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """Return what bags save: ids; with weights these, and the table for their gradient.
+
+    Beside them the bag of each id (f32 sums on a CPU do without), starts and lengths of bags, and where maxima lie.
+    """
+    ids = types[node.uses[0]]
+    weights = ([2] + [1] * needs_grad[2]) if len(node.uses) > 2 else []
+    most = math.prod(node.outputs[0].shape) if node.kwarg("mode") == "max" else ids.shape[0]
+    return Saved((0, *weights), (), (math.prod(ids.shape) + 2 * ids.shape[0] + most) * DTYPES["i64"])
 
 
 def _image_mean(node: Node) -> Saved:

@@ -101,6 +101,8 @@ LARGE = {  # where what is kept beside inputs and results is more than a few byt
                                  True, 0.1, 1e-5, False),
     "cross entropy": lambda: sample("aten.cross_entropy_loss.default", g(40, 50), i(50, 40), None, 1, -100, 0.0),
     "dropout": lambda: sample("meshwright.dropout", g(40, 50), 0.4, 2),
+    "means of bags": lambda: sample("meshwright.embedding_bag", i(50, 40, 6), g(50, 8), mode="mean", padding=3),
+    "maxima of bags": lambda: sample("meshwright.embedding_bag", i(50, 40, 6), g(50, 8), mode="max", padding=None),
     "pooling": lambda: sample("aten.max_pool2d.default", g(4, 5, 16, 16), [2, 2]),
     "fused": lambda: sample(ATTENTION, g(2, 4, 16, 8), g(2, 4, 32, 8), g(2, 4, 32, 8), None, 0.0, False),
     "causal": lambda: sample(ATTENTION, g(2, 4, 16, 8), g(2, 4, 16, 8), g(2, 4, 16, 8), None, 0.0, True),

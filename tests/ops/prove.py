@@ -92,6 +92,8 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
         shapes = [t.shape for t in node.outputs]
     elif node.op == "meshwright.expert_linear":
         shapes = [(len(tensors[2]), tensors[1].shape[2])]
+    elif node.op == "meshwright.embedding_bag":
+        shapes = [(len(tensors[0]), tensors[1].shape[1])]
     elif node.op.startswith("meshwright."):
         shapes = [tensors[0].shape]
     else:
@@ -101,7 +103,8 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
                 [replace(node, kwargs=tuple((k, v) for k, v in node.kwargs if k != "seed"))], values, None
             )
         ]
-    dtype = NAMES[tensors[0].dtype] if tensors else "f64"
+    floats = [t for t in tensors if t.is_floating_point()] or tensors
+    dtype = NAMES[floats[0].dtype] if floats else "f64"
     if node.op == "meshwright.dropout_mask":
         dtype = "b8"
     if node.op.startswith(("aten.randint", "aten.randperm")):

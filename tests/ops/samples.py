@@ -167,6 +167,13 @@ add("aten.upsample_nearest1d.vec", T(f, 4, 5, 4), [8], None)
 add("aten.embedding.default", T(f, 8, 6), T(i, 8, 4, 5))
 add("aten.embedding.default", T(f, 5, 6), T(i, 5, 4), 3)
 add("aten.embedding.default", T(f, 8, 6), T(i, 8, 4, 5), -1, True)
+for options in (
+    {"mode": "sum", "padding": None},
+    {"mode": "mean", "padding": 3},
+    {"mode": "max", "padding": 3},
+):
+    add("meshwright.embedding_bag", T(i, 5, 4, 6), T(f, 5, 8), **options)
+add("meshwright.embedding_bag", T(i, 5, 4, 6), T(f, 5, 8), T(f, 4, 6), mode="sum", padding=2)
 add("aten.histc.default", T(f, 4, 6), 5, -1, 1)
 add("aten.histc.default", T(f, 4, 6), 5)
 add("aten.gather.default", T(f, 4, 6, 5), 1, T(i, 6, 4, 8, 5))

@@ -178,6 +178,13 @@ def embedding(node: Node, types: Types) -> Rule:
     return line(node, types, "v h, @... -> ... h")
 
 
+def embedding_bag(node: Node, types: Types) -> Rule:
+    """``@b s!, v! h (, b s!) -> b h``: a row of ids each; a maximum is not linear and remembers its rows."""
+    if node.kwarg("mode") == "max":
+        return line(node, types, "@b s!, v! h! ~> b h!")
+    return line(node, types, "@b s!, v! h (, b s!) -> b h")
+
+
 def rows_by_column(node: Node) -> tuple[int, ...]:
     """Return the rows of a table for each column of its indices, as given to `mw.manual_split`; empty without it."""
     word = next((m for m in node.marks if m.startswith(ROWS_MARK)), "")
@@ -217,6 +224,7 @@ def histc(node: Node, types: Types) -> Rule:
 INDEX: dict[str, Special] = {
     "aten.embedding.default": embedding,
     "aten.histc.default": histc,
+    "meshwright.embedding_bag": embedding_bag,
     "aten.gather.default": gather,
     "aten.scatter.src": scatter,
     "aten.scatter.value": scatter,

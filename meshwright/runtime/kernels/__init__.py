@@ -21,6 +21,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.bernoulli": random.bernoulli,
     "meshwright.attention_dropout": attention.attention_dropout,
     "meshwright.embedding_rows": rows.embedding_rows,
+    "meshwright.embedding_bag": rows.embedding_bag,
     "meshwright.column_rows": rows.column_rows,
     "meshwright.expert_linear": experts.expert_linear,
     "meshwright.nothing": rows.nothing,

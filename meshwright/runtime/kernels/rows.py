@@ -38,6 +38,21 @@ def embedding_rows(
     return torch.where(inside[..., None], found, 0)
 
 
+def embedding_bag(
+    rank: Rank,
+    ids_bs: torch.Tensor,
+    weight_vh: torch.Tensor,
+    weights_bs: torch.Tensor | None = None,
+    *,
+    mode: str,
+    padding: int | None,
+) -> torch.Tensor:
+    """The sum, mean or maximum of the rows of each bag, without those whose id is `padding`."""
+    return torch.nn.functional.embedding_bag(
+        ids_bs, weight_vh, mode=mode, per_sample_weights=weights_bs, padding_idx=padding
+    )
+
+
 def column_rows(
     rank: Rank, ids: torch.Tensor, start: int, rows: int, column: int, counts: Sequence[int], where: str
 ) -> torch.Tensor:
