@@ -6,11 +6,13 @@ its own, while rows of a matrix are independent.
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.capture.rewrite import ARANGE, Rewriter, rewrite
 from meshwright.core.graph import Graph, Node, Ref
 
 BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
-DEFAULTS = (False, 0, False, None, False, None)  # of all arguments after the starts
+DEFAULTS: tuple[Any, ...] = (False, 0, False, None, False, None)  # of all arguments after the starts
 MODES = ("sum", "mean", "max")
 
 

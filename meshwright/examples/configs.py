@@ -63,6 +63,7 @@ def from_config(path: str | Path, *, batch: int | None = None, sequence: int | N
                 why=f"{type(error).__name__}: {error}".partition("\n")[0],
                 hint="compare the sizes in the file with a published configuration of this model",
             ) from None
+    _capturable(model)
     if kind == "causal" and getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     return model.train(), made, hugging_face_loss
@@ -169,6 +170,15 @@ def _class(file: Path, data: dict[str, Any], config: Any) -> tuple[str, Any]:
 
 def _names(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _capturable(model: torch.nn.Module) -> None:
+    """Replace Bloom's activation, whose backward is written by hand and cannot be captured, by torch's own: the same
+    formula, which saves the same tensor."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child).__name__ == "BloomGelu":
+                setattr(parent, name, torch.nn.GELU("tanh"))
 
 
 def _dtype(config: Any) -> torch.dtype:

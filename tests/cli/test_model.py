@@ -140,6 +140,21 @@ def test_speech_is_as_many_frames_as_the_encoder_reads_beside_the_words(tmp_path
     assert "frames of mel bins" in refused(f"hf:{config(tmp_path, 'speech_to_text')}")
 
 
+def test_bloom_is_planned_though_its_activation_has_a_backward_of_its_own(tmp_path):
+    opened = open_model(
+        f"hf:{config(tmp_path, 'bloom', hidden_size=32, n_layer=1, n_head=2, vocab_size=64)}", batch=4
+    )
+    ours = next(m for n, m in opened.model.named_modules() if n.endswith("gelu_impl"))
+    real = type(opened.model)(opened.model.config).transformer.h[0].mlp.gelu_impl
+    x, y = (torch.linspace(-4, 4, 99, dtype=torch.float64).requires_grad_() for _ in range(2))
+    ours(x).sum().backward()
+    real(y).sum().backward()
+    assert torch.allclose(ours(x), real(y), atol=1e-7) and torch.allclose(x.grad, y.grad, atol=1e-7)
+    assert "gelu" in str(
+        list(mw.plan(opened.model, opened.batch, loss=opened.loss, mesh={"dp": 2}).strategies)
+    )
+
+
 def test_wrong_configurations_say_what_is_wrong(tmp_path):
     assert "cannot be read" in refused(f"hf:{tmp_path / 'none.json'}")
     (tmp_path / "config.json").write_text("{")
