@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.capture.rewrite import ARANGE, FULL, VIEW, Rewriter, rewrite
+from meshwright.capture.rewrite import ARANGE, FULL, SLICE, VIEW, Rewriter, rewrite
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref, TensorType, prune
 from meshwright.ops.local import LOCAL
 from meshwright.ops.table import rule_of
@@ -19,6 +19,7 @@ PRODUCTS = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallb
 EXPERT_LINEAR = "meshwright.expert_linear"
 SORTS = {"aten.sort.default": (1, 2), "aten.sort.stable": (2, 3)}  # where dim and descending stand
 INDEX, SPLIT, COPY = "aten.index.Tensor", "aten.split_with_sizes.default", "aten._to_copy.default"
+BESIDE_ROWS = {SPLIT, SLICE}  # a shard changes these only in the dim that they divide, which is not the rows
 SMALLER = {VIEW, COPY}  # what chosen experts go through before they are sorted
 
 
@@ -168,7 +169,8 @@ def _row_by_row(b: Rewriter, n: Node, is_sorted: list[bool]) -> bool:
         return False
     if n.op == VIEW:
         return True
-    if n.kwarg("seed") is not None or (n.op in LOCAL and n.op != SPLIT) or n.op.startswith("meshwright."):
+    changed = n.op in LOCAL and n.op not in BESIDE_ROWS
+    if n.kwarg("seed") is not None or changed or n.op.startswith("meshwright."):
         return False
     rule = rule_of(n, b.types)
     if not rule.inputs[is_sorted.index(True)] or len(rule.outputs[0]) != len(n.outputs[0].shape):
