@@ -2,6 +2,7 @@
 
 python -m bench                       all of them
 python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
+python -m bench start                 a script to its first step, and a small step, against DDP
 python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench joint [--markdown]    how long the search over stages, meshes and techniques takes, and its gap
@@ -52,6 +53,11 @@ def main() -> None:
         from bench.planned import main as planned
 
         planned(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["start"]:
+        from bench.start import main as start
+
+        start(sys.argv[2:])
         return
     if sys.argv[1:2] == ["one-rank"]:
         from bench.one_rank import main as one_rank

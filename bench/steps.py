@@ -226,10 +226,7 @@ def _measure(scheme: str, case: Case, rounds: int) -> dict[str, Any]:
         difference = max(difference, abs((a - b) / b).item())
     if difference > 1e-4:
         raise SystemExit(f"{case}: the two compute different things, losses differ by {difference:.2g}")
-    seconds: dict[str, list[float]] = {name: [] for name in pair}
-    for number in range(rounds):
-        for name in pair if number % 2 == 0 else reversed(pair):
-            seconds[name].append(timed(pair[name]))
+    seconds = in_turns(pair, rounds)
     pair.clear()
     memory = [peak_bytes(lambda b=build: b(scheme, case)) for build in (ours, theirs)]
     return {
@@ -248,6 +245,15 @@ def _mean(scheme: str, loss: torch.Tensor) -> torch.Tensor:
         loss = loss / dist.get_world_size()
         dist.all_reduce(loss)
     return loss
+
+
+def in_turns(pair: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round of both, in alternating order."""
+    seconds: dict[str, list[float]] = {name: [] for name in pair}
+    for number in range(rounds):
+        for name in pair if number % 2 == 0 else reversed(pair):
+            seconds[name].append(timed(pair[name]))
+    return seconds
 
 
 def timed(step: Step) -> float:
