@@ -117,28 +117,30 @@ def _best(
         best = _last_resort(planner, space, wide)
     if best is None:
         raise _hopeless(planner, wide, nearest)
+    chosen = best
     if best is not base:
-        best = fewer_layers(
-            planner,
-            _again(planner, best)
-            if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work
-            else best,
-        )
-        _see(planner, seen, best)
+        if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
+            best = _again(planner, best)
+        chosen = fewer_layers(planner, best)
+        _see(planner, seen, chosen)
     if stop.now():
-        return _bounded(planner, space, best)
-    best = _turns(planner, best)
+        return _bounded(planner, space, chosen)
+    if (turning := _turns(planner, chosen)) is not chosen:
+        best = chosen = turning
     with_choice(made, best)
+    # Around the choice with one policy for all layers: of this a few layers are simulated, of another all.
     near = neighbours(made, wide, best)
     for _ in range(TECHNIQUES.moves):  # what is simulated last is not ranked by estimates alone
         other = quicker(made, wide, near, best)
         if other is None or stop.now():
             break
-        best = fewer_layers(planner, other)
-        _see(planner, seen, best)
+        best = other
+        chosen = min(chosen, fewer_layers(planner, best), key=_step)
+        _see(planner, seen, chosen)
         near = neighbours(made, wide, best)
-    best = _bounded(planner, space, best)
-    return replace(best, claims={**best.claims, "choices": technique_lines(made, wide, best, near)})
+    chosen = _bounded(planner, space, chosen)
+    lines = technique_lines(made, wide, best, near, chosen)
+    return replace(chosen, claims={**chosen.claims, "choices": lines})
 
 
 def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult:
@@ -198,10 +200,12 @@ def _searched(
     ]
     rows.sort(key=lambda row: row[:3])
     queue = [(row[0], place) for place, row in enumerate(rows)]
-    best, tries = base, 0
+    best, tries, slower = base, 0, 0
     share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
-    while queue and tries < TECHNIQUES.simulations and not planner.request.stop.now():
+    while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
+        if planner.request.stop.now():
+            break
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
         if best is not None and least >= share * _step(best):
@@ -226,6 +230,7 @@ def _searched(
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         tries += 1
+        slower = 0 if best is None or _step(found) < share * _step(best) else slower + 1
         if fits_in_both(planner, found):
             fitting.append((number, point))
             if best is None or _step(found) < share * _step(best):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.core.techniques import Techniques
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
@@ -15,14 +16,21 @@ from meshwright.search.planner import SearchResult
 
 
 def technique_lines(
-    made: Front, over: tuple[Dimension, ...], best: SearchResult, near: Mapping[str, SearchResult]
+    made: Front,
+    over: tuple[Dimension, ...],
+    best: SearchResult,
+    near: Mapping[str, SearchResult],
+    answer: SearchResult,
 ) -> tuple[str, ...]:
-    """A line for each technique. `near`: of each the next best that was simulated."""
-    return tuple(_line(made, dimension, best, near.get(dimension.name)) for dimension in over)
+    """A line for each technique of the `answer`. `near`: of each the next best that was simulated, beside the `best`
+    with one policy of recompute for all layers."""
+    return tuple(_line(made, d, best, near.get(d.name), answer.techniques) for d in over)
 
 
-def _line(made: Front, dimension: Dimension, best: SearchResult, near: SearchResult | None) -> str:
-    text = f"auto chose {chosen(dimension.name, getattr(best.techniques, dimension.name))}"
+def _line(
+    made: Front, dimension: Dimension, best: SearchResult, near: SearchResult | None, answer: Techniques
+) -> str:
+    text = f"auto chose {chosen(dimension.name, getattr(answer, dimension.name))}"
     if dimension.why:
         text += f": {dimension.why}"
     said = [_plainer(made, dimension, best)]

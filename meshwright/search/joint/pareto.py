@@ -9,7 +9,7 @@ by adding up: activations are divided by micro-batches, those that are computed 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,11 +23,12 @@ from meshwright.ops.strategy import at_path
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.planner import Planner, SearchResult
-from meshwright.search.solve import Memory, Problem, solve
+from meshwright.search.solve import Memory, NoStates, Problem, Solution, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly, rows_of
 from meshwright.search.space.families import outside
 from meshwright.search.space.memory import fixed_bytes
+from meshwright.search.stop import never
 from meshwright.search.techniques.layers import SHARING
 
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
@@ -326,7 +327,7 @@ def _weighed(
     places: int = 1,
 ) -> list[Problem]:
     """A problem with prices on bytes of states and of activations, in steps that the memory of `places` costs."""
-    step, owned = solve(plain).price, {space.variable["parameter", name] for name in space.parameters}
+    step, owned = _nearly(plain, never).price, {space.variable["parameter", name] for name in space.parameters}
     limit = places * (made.planner.request.memory_bytes or 1.0)
     return [
         _priced(plain, memory, owned, states * step / limit, activations * step / limit)
@@ -343,14 +344,23 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
     for asked in problems:
         if stop.now():
             return
-        solution = solve(asked, ended=stop.now)
-        found = tuple(solution.states)
+        found = tuple(_nearly(asked, stop.now).states)
         if found in seen:
             continue
         seen.add(found)
         candidate = _candidate(made, name, space, found, floor)
         if not any(_alike(candidate, other) for other in made.candidates):
             made.candidates.append(candidate)
+
+
+def _nearly(problem: Problem, ended: Callable[[], bool]) -> Solution:
+    """The optimum of a problem, or what is near enough to be simulated, sooner."""
+    try:
+        return solve(problem, limit_work=TECHNIQUES.front_work, ended=ended)
+    except NoStates as error:
+        if error.proven:
+            raise
+    return solve(problem, ended=ended)
 
 
 def with_choice(made: Front, found: SearchResult) -> None:

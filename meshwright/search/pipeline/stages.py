@@ -123,7 +123,7 @@ def _simulate(
     ended: Callable[[bool], bool],
 ) -> None:
     """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
-    best, known, first = enough, _Known(), None
+    best, known, first, slower = enough, _Known(), None, 0
     fits: dict[tuple[Candidate, Outer, int], int] = {}  # choice that fits → by how much of techniques
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
@@ -133,7 +133,7 @@ def _simulate(
         heapq.heappush(queue, (row.seconds(0.0), row.order, len(entries)))
         entries.append(row)
 
-    while queue and tries > 0 and not ended(bool(fitting)):
+    while queue and tries > 0 and slower < STAGES.patience and not ended(bool(fitting)):
         estimate, order, number = heapq.heappop(queue)
         if estimate >= best:
             break
@@ -157,6 +157,7 @@ def _simulate(
                 continue
             made = staged(row.front, row.candidate, found, row.outer, cluster)
             known.saw(row, made)
+            slower = 0 if made.seconds < best else slower + 1
         if made is None or made.peak_bytes > limit:
             for one in row.sparing():
                 later(one)
