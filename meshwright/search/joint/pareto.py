@@ -327,7 +327,8 @@ def _weighed(
     places: int = 1,
 ) -> list[Problem]:
     """A problem with prices on bytes of states and of activations, in steps that the memory of `places` costs."""
-    step, owned = _nearly(plain, never).price, {space.variable["parameter", name] for name in space.parameters}
+    step = _nearly(plain, never).price
+    owned = {space.variable["parameter", name] for name in space.parameters}
     limit = places * (made.planner.request.memory_bytes or 1.0)
     return [
         _priced(plain, memory, owned, states * step / limit, activations * step / limit)
