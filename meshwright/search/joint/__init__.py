@@ -135,7 +135,9 @@ def _best(
         if other is None or stop.now():
             break
         best = other
-        chosen = min(chosen, fewer_layers(planner, best), key=_step)
+        few = fewer_layers(planner, best)
+        if _step(few) <= (1 + TECHNIQUES.as_quick) * _step(chosen):  # a plainer one may be as quick
+            chosen = few
         _see(planner, seen, chosen)
         near = neighbours(made, wide, best)
     chosen = _bounded(planner, space, chosen)
