@@ -92,6 +92,8 @@ def plain(node: Node, kinds: dict[str, TensorType], tensors: Sequence[torch.Tens
         shapes = [t.shape for t in node.outputs]
     elif node.op == "meshwright.expert_linear":
         shapes = [(len(tensors[2]), tensors[1].shape[2])]
+    elif node.op == "meshwright.experts":
+        shapes = [(len(tensors[0]), values[node.args[3].name].shape[2])]
     elif node.op == "meshwright.embedding_bag":
         shapes = [(len(tensors[0]), tensors[1].shape[1])]
     elif node.op.startswith("meshwright."):

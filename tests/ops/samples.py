@@ -141,6 +141,14 @@ add(
 )
 for choices in (1, 2):
     add("meshwright.expert_linear", T(f, 8, 6), T(f, 3, 6, 5), T(i, 3, 8 * choices))
+for gate, wide, up_bias, down_bias, constants in (
+    ("silu_gated", 10, None, None, ()),
+    ("gelu_gated", 10, T(f, 4, 10), T(f, 4, 6), ()),
+    ("interleaved", 10, T(f, 4, 10), None, (1.7, 0.9)),
+    ("gelu_tanh", 5, None, None, ()),
+):
+    add("meshwright.experts", T(f, 8, 6), T(f, 4, 6, wide), up_bias, T(f, 4, 5, 6), down_bias, T(i, 3, 16), T(f, 16),
+        gate, constants)  # fmt: skip
 for op, *rest in (("max_pool1d", [2]), ("avg_pool1d", [2]), ("adaptive_avg_pool1d", [3])):
     add(f"aten.{op}.default", T(f, 4, 5, 6), *rest)
 for op, *rest in (("max_pool2d", [2, 2]), ("max_pool2d_with_indices", [2, 2]), ("adaptive_max_pool2d", [2, 2]),

@@ -13,7 +13,7 @@ from meshwright.core.layout import Coordinate
 from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
 from meshwright.ops.factors import Site
-from meshwright.ops.local import attention, random, reduce, shape, window
+from meshwright.ops.local import attention, experts, random, reduce, shape, window
 from meshwright.ops.local.sharded_node import ShardedNode
 from meshwright.ops.strategy import Ports
 
@@ -50,6 +50,7 @@ LOCAL: dict[str, Localizer] = {
     "aten._native_batch_norm_legit_no_training.default": reduce.batch_norm,
     "aten.batch_norm.default": reduce.batch_norm,
     "aten.scaled_dot_product_attention.default": attention.attention,
+    "meshwright.experts": experts.experts,
     "meshwright.dropout": random.dropout,
     "aten.bernoulli.default": random.bernoulli,
     "aten.bernoulli.p": random.bernoulli,

@@ -6,6 +6,7 @@ shapes. There is one table for each kind of operator; `SPECIAL` joins them.
 
 from meshwright.ops.special.attention import ATTENTION
 from meshwright.ops.special.build import Special
+from meshwright.ops.special.experts import EXPERTS
 from meshwright.ops.special.index import INDEX
 from meshwright.ops.special.loss import LOSS
 from meshwright.ops.special.norm import NORM
@@ -22,6 +23,7 @@ SPECIAL: dict[str, Special] = {
     **NORM,
     **ATTENTION,
     **INDEX,
+    **EXPERTS,
     **LOSS,
 }
 

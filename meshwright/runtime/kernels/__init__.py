@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import RuleError, did_you_mean
-from meshwright.runtime.kernels import attention, experts, halo, losses, random, rows
+from meshwright.runtime.kernels import attention, expert_block, experts, halo, losses, random, rows
 from meshwright.runtime.kernels.random import exact_dropout_mask
 from meshwright.runtime.kernels.reference import reference_dropout
 
@@ -23,6 +23,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "meshwright.embedding_rows": rows.embedding_rows,
     "meshwright.embedding_bag": rows.embedding_bag,
     "meshwright.column_rows": rows.column_rows,
+    "meshwright.experts": expert_block.experts,
     "meshwright.expert_linear": experts.expert_linear,
     "meshwright.nothing": rows.nothing,
     "meshwright.take_iota": rows.take_iota,

@@ -1,0 +1,164 @@
+"""The block of experts: up, gate, down, times the weight of each choice, summed over the choices of a row.
+
+t rows, s choices of a row, p = t · s pairs, r pairs of this rank's experts in their order, g experts here, k, h, n, m
+widths (h = 2 n where a gate has two halves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.errors import RuleError, did_you_mean
+from meshwright.runtime.kernels.experts import _products, _sorted, _weights
+from meshwright.runtime.rank import Rank
+
+Gate = Callable[..., torch.Tensor]
+
+
+def _halves(activation: Gate) -> Gate:
+    def gate(up_rh: torch.Tensor) -> torch.Tensor:
+        first, second = up_rh.chunk(2, dim=-1)
+        return activation(first) * second
+
+    return gate
+
+
+def _interleaved(up_rh: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """GPT-OSS: even columns are the gate, odd ones the values."""
+    gate = up_rh[..., ::2].clamp(max=limit)
+    up = up_rh[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+PLAIN: dict[str, Gate] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+}
+GATES: dict[str, Gate] = {
+    **PLAIN,
+    **{f"{name}_gated": _halves(activation) for name, activation in PLAIN.items()},
+    "interleaved": _interleaved,
+}
+
+
+def experts(
+    rank: Rank,
+    x_tk: torch.Tensor,
+    up_gkh: torch.Tensor,
+    up_bias_gh: torch.Tensor | None,
+    down_gnm: torch.Tensor,
+    down_bias_gm: torch.Tensor | None,
+    experts_p: torch.Tensor,
+    weights_p: torch.Tensor,
+    gate: str,
+    constants: tuple[float, ...] = (),
+    start: int = 0,
+    total: int = 0,
+) -> torch.Tensor:
+    """What the experts from `start` on add to each row: all of `total` experts, or a term of the sum over ranks."""
+    if gate not in GATES:
+        raise RuleError(f"there is no gate {gate!r}", hint=did_you_mean(gate, GATES))
+    every = total in (0, len(up_gkh))
+    return Experts.apply(
+        x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, gate, constants, start, every
+    )
+
+
+class Experts(torch.autograd.Function):
+    """Saves what goes in and the result of the first product, of this rank's pairs alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_tk: torch.Tensor,
+        up_gkh: torch.Tensor,
+        up_bias_gh: torch.Tensor | None,
+        down_gnm: torch.Tensor,
+        down_bias_gm: torch.Tensor | None,
+        experts_p: torch.Tensor,
+        weights_p: torch.Tensor,
+        gate: str,
+        constants: tuple[float, ...],
+        start: int,
+        every: bool,
+    ) -> torch.Tensor:
+        """The weighted sum over choices, rounded as the model rounds it where all experts are here."""
+        pairs_r, experts_r, ends_g = _here(experts_p, start, len(up_gkh))
+        choices = len(experts_p) // max(len(x_tk), 1)
+        up_rh = _products(x_tk[pairs_r // choices], up_gkh, ends_g)
+        if up_bias_gh is not None:
+            up_rh += up_bias_gh[experts_r]
+        ctx.save_for_backward(x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh)
+        ctx.gate, ctx.constants, ctx.start, ctx.choices = gate, constants, start, choices
+        down_rm = _products(GATES[gate](up_rh, *constants), down_gnm, ends_g)
+        if down_bias_gm is not None:
+            down_rm += down_bias_gm[experts_r]
+        weighted_rm = down_rm * weights_p[pairs_r, None]
+        return _summed(weighted_rm, pairs_r, len(x_tk), choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of rows and weights are terms of a sum over ranks where experts are sharded."""
+        x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh = ctx.saved_tensors
+        pairs_r, experts_r, ends_g = _here(experts_p, ctx.start, len(up_gkh))
+        rows_r = pairs_r // ctx.choices
+        made: list[torch.Tensor | None] = [None] * 11
+        wanted = ctx.needs_input_grad
+        with torch.enable_grad():
+            leaf_rh = up_rh.detach().requires_grad_()
+            gated_rn = GATES[ctx.gate](leaf_rh, *ctx.constants)
+        grad_rm = grads[0][rows_r]
+        scale_r1 = weights_p[pairs_r, None]
+        weighted_rm = (grad_rm * scale_r1).to(down_gnm.dtype)
+        if wanted[3]:
+            made[3] = _weights(gated_rn.detach(), weighted_rm, ends_g)
+        if down_bias_gm is not None and wanted[4]:
+            made[4] = torch.zeros_like(down_bias_gm).index_add_(0, experts_r, weighted_rm)
+        if wanted[6]:
+            down_rm = _products(gated_rn.detach(), down_gnm, ends_g)
+            if down_bias_gm is not None:
+                down_rm += down_bias_gm[experts_r]
+            found_r = (down_rm * grad_rm).sum(-1).to(weights_p.dtype)
+            made[6] = torch.zeros_like(weights_p).index_copy_(0, pairs_r, found_r)
+        if any(wanted[:3]):
+            inner_rn = _products(weighted_rm, down_gnm.transpose(1, 2), ends_g)
+            (grad_rh,) = torch.autograd.grad(gated_rn, leaf_rh, inner_rn)
+            if wanted[1]:
+                made[1] = _weights(x_tk[rows_r], grad_rh, ends_g)
+            if up_bias_gh is not None and wanted[2]:
+                made[2] = torch.zeros_like(up_bias_gh).index_add_(0, experts_r, grad_rh)
+            if wanted[0]:
+                found_rk = _products(grad_rh, up_gkh.transpose(1, 2), ends_g)
+                made[0] = _summed(found_rk, pairs_r, len(x_tk), ctx.choices)
+        return tuple(made)
+
+
+def _here(experts_p: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pairs of the experts from `start` on in the order of experts, the local expert of each, and their ends."""
+    local_p = experts_p - start
+    pairs_r = ((local_p >= 0) & (local_p < count)).nonzero()[:, 0]
+    order_r, ends_g = _sorted(local_p[pairs_r], count)
+    pairs_r = pairs_r[order_r]
+    return pairs_r, local_p[pairs_r], ends_g
+
+
+def _summed(rows_rm: torch.Tensor, pairs_r: torch.Tensor, count: int, choices: int) -> torch.Tensor:
+    """The sum of each row's choices, in their order: the same bits every time, unlike an atomic addition."""
+    if len(pairs_r) == count * choices:
+        placed_pm = torch.empty_like(rows_rm).index_copy_(0, pairs_r, rows_rm)
+        return placed_pm.view(count, choices, rows_rm.size(1)).sum(1)
+    wide = torch.float64 if rows_rm.dtype == torch.float64 else torch.float32
+    result_tm = rows_rm.new_zeros((count, rows_rm.size(1)), dtype=wide)
+    for choice in range(choices):  # a row has each choice once, so no two are added to one place at a time
+        mine = (pairs_r % choices == choice).nonzero()[:, 0]
+        result_tm.index_add_(0, pairs_r[mine] // choices, rows_rm[mine].to(wide))
+    return result_tm.to(rows_rm.dtype)
