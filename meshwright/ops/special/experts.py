@@ -15,7 +15,7 @@ def experts(node: Node, types: Types) -> Rule:
     Experts (in contiguous blocks), rows and the last width may be sharded; the inner width where no bias is added
     once for the full sum and where columns of a gate are halves.
     """
-    x, up, up_bias, down, down_bias, pairs, weights = node.args[:7]
+    x, _, up_bias, down, down_bias, pairs, _ = node.args[:7]
     gate = node.args[7]
     t, k = types[x.name].shape
     g, n, m = types[down.name].shape
