@@ -34,7 +34,8 @@ def experts(node: Node, types: Types) -> Rule:
         sizes["h"] = n
     if down_bias is not None:
         unsharded.add("h")
-    ports: list[list[RuleDim]] = [[("t",), ("k",)], [("g",), ("k",), wide]]
+    ports: list[list[RuleDim]] = [[("t",), ("k",)]]
+    ports.append([("g",), ("k",), wide])
     ports += [[("g",), wide]] if isinstance(up_bias, Ref) else []
     ports += [[("g",), narrow, ("m",)]]
     ports += [[("g",), ("m",)]] if isinstance(down_bias, Ref) else []
