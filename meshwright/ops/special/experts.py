@@ -36,9 +36,11 @@ def experts(node: Node, types: Types) -> Rule:
         unsharded.add("h")
     ports: list[list[RuleDim]] = [[("t",), ("k",)]]
     ports.append([("g",), ("k",), wide])
-    ports += [[("g",), wide]] if isinstance(up_bias, Ref) else []
-    ports += [[("g",), narrow, ("m",)]]
-    ports += [[("g",), ("m",)]] if isinstance(down_bias, Ref) else []
+    if isinstance(up_bias, Ref):
+        ports.append([("g",), wide])
+    ports.append([("g",), narrow, ("m",)])
+    if isinstance(down_bias, Ref):
+        ports.append([("g",), ("m",)])
     ports += [[("t", "s")], [("t", "s")]]
     return make(ports, [[("t",), ("m",)]], sizes, unsharded=unsharded, outer={"g"})
 
