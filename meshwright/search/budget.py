@@ -203,7 +203,7 @@ class TechniquesBudget:
     # Weighings of ``recompute`` given as a number of bytes: neighbours share what lies between them.
     recompute_tries: int = 12
     # Simulations for the next best value of one technique.
-    neighbour_simulations: int = 1
+    neighbour_simulations: int = 3
     # Of a step: a neighbour that gains less is no quicker.
     no_quicker: float = 1e-4
     # Of a step: what differs less is as quick, and the plainer is taken.
