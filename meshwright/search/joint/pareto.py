@@ -58,7 +58,7 @@ class Front:
     techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
     late; `lates`: the same of each that was simulated under techniques, and `soonest` the least of these in whatever
     micro-batches; `hosted`: what the host holds beyond sums, of the one with least of it, under techniques; `sent`:
-    bytes that stages of it send, once somebody asked."""
+    bytes that stages of it send, once somebody asked; `solved`: problems with what was found."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
@@ -70,6 +70,7 @@ class Front:
     sent: dict[Candidate, float] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
+    solved: MutableMapping[Problem, Solution] = field(default_factory=WeakKeyDictionary)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
 
     @functools.cached_property
@@ -327,7 +328,7 @@ def _weighed(
     places: int = 1,
 ) -> list[Problem]:
     """A problem with prices on bytes of states and of activations, in steps that the memory of `places` costs."""
-    step = _nearly(plain, never).price
+    step = _nearly(made, plain, never).price
     owned = {space.variable["parameter", name] for name in space.parameters}
     limit = places * (made.planner.request.memory_bytes or 1.0)
     return [
@@ -345,7 +346,7 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
     for asked in problems:
         if stop.now():
             return
-        found = tuple(_nearly(asked, stop.now).states)
+        found = tuple(_nearly(made, asked, stop.now).states)
         if found in seen:
             continue
         seen.add(found)
@@ -354,14 +355,20 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
             made.candidates.append(candidate)
 
 
-def _nearly(problem: Problem, ended: Callable[[], bool]) -> Solution:
-    """The optimum of a problem, or what is near enough to be simulated, sooner."""
+def _nearly(made: Front, problem: Problem, ended: Callable[[], bool]) -> Solution:
+    """The optimum of a problem, or what is near enough to be simulated, sooner. Each is solved once: the plain problem
+    says what a price is a share of, too."""
+    if (known := made.solved.get(problem)) is not None:
+        return known
     try:
-        return solve(problem, limit_work=TECHNIQUES.front_work, ended=ended)
+        found = solve(problem, limit_work=TECHNIQUES.front_work, ended=ended)
     except NoStates as error:
         if error.proven:
             raise
-    return solve(problem, ended=ended)
+        found = solve(problem, ended=ended)
+    if not found.stopped:
+        made.solved[problem] = found
+    return found
 
 
 def with_choice(made: Front, found: SearchResult) -> None:
