@@ -52,6 +52,7 @@ KEEPS: dict[str, Keeps] = {
             "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
     "transformers.grouped_mm_fallback.default": "0 1",
     "meshwright.expert_linear": "0 1 2",
+    "meshwright.experts": lambda node, types, wanted: _experts(node, types),
     # ---- pooling and images
     **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", "0"),
     "aten.adaptive_avg_pool1d.default": lambda node, types, wanted: _image_mean(node),
@@ -274,6 +275,12 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     extra += v.size_bytes * repeat if inner and repeat > 1 else 0
     ports = [] if copied else [p for p in (0, 1) if needs_grad[1 - p] and (p == 0 or repeat == 1)]
     return Saved((*ports, *([2] if inner and repeat == 1 else [])), (), extra)
+
+
+def _experts(node: Node, types: Types) -> Saved:
+    """Return what a block of experts saves: all that it reads, and the rows of the first product, one per choice."""
+    _, up, *_, weights = (types[u] for u in node.uses)
+    return Saved(tuple(range(len(node.uses))), (), math.prod(weights.shape) * up.shape[2] * DTYPES[up.dtype])
 
 
 def _bags(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
