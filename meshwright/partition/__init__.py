@@ -28,6 +28,7 @@ from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute_marks import settled, with_keeps
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
 from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
+from meshwright.plan.check import check_shardings
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Prices
 
@@ -171,7 +172,7 @@ def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partiti
     """
     plan = plan.check(graph)
     factors = factors_of(graph)
-    plan.check_cuts(factors)
+    check_shardings(plan, factors)
     if plan.own:
         own = tuple(_one(graph, factors, one, prices) for one in plan.own)
         return replace(own[0], requested=plan, own=own)

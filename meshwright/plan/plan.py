@@ -13,13 +13,12 @@ from typing import Any
 
 from meshwright.core.folding import Fold, matching_names
 from meshwright.core.graph import Graph
-from meshwright.core.layout import TensorLayout, dim_axes, dim_size, show_dim, without_axes
+from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import NONE, TURNS, Techniques
 from meshwright.core.type_guards import is_mapping
-from meshwright.errors import PlanError, did_you_mean, path_from, shown_path
-from meshwright.ops.factors import Factors
+from meshwright.errors import PlanError, path_from, shown_path
 from meshwright.ops.strategy import Strategy
 from meshwright.plan.file import AGAIN, plain_pins, read, write
 from meshwright.redistribute.prices import Prices
@@ -35,9 +34,6 @@ CLAIMS = (
     "space",
     "cluster",
 )
-
-
-KEPT_AS = ("again", "slice", "host", "slice host")
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,117 +328,6 @@ class Plan:
             hint=f"{AGAIN}, or build the model and the batch it was made for (on the command line --batch and --seq)",
         )
 
-    def check_cuts(self, factors: Factors) -> Plan:
-        """Return the plan if every operator can take its splits. Raises PlanError: a file may have been edited."""
-        for plan in self.own:
-            plan.check_cuts(factors)
-        for name, site in factors.sites.items():
-            for letter, dim in self.strategies[name].splits:
-                tree = site.trees.get(letter)
-                if tree is None or without_axes(dim, dim_axes(dim)) != tree:
-                    sizes = ", ".join(f"{x}={show_dim(t)}" for x, t in site.trees.items())
-                    raise PlanError(
-                        f"the plan splits {letter}={show_dim(dim)} of %{name} ({site.node.op})",
-                        why=f"its factors are {sizes}",
-                        where=site.node.where,
-                        hint=AGAIN,
-                    )
-        self._check_hubs(factors)
-        self._check_keeps(factors)
-        self._check_states()
-        self._check_stages(factors)
-        for name in sorted(self.hosts - set(factors.sites)):
-            raise PlanError(
-                f"the plan runs %{name} on the host", why="the model has no such node", hint=AGAIN
-            )
-        for name, layout in self.inputs.items():
-            shape = tuple(map(dim_size, factors.dims[name]))
-            if layout.shape != shape or layout.partial:
-                raise PlanError(
-                    f"the plan has the input %{name} as {layout}",
-                    why="an input is given as it is, not as terms of a sum"
-                    if layout.partial
-                    else f"its shape is {list(shape)}",
-                    hint=AGAIN,
-                )
-        return self
-
-    def _check_hubs(self, factors: Factors) -> None:
-        for name, layout in self.hubs.items():
-            if name not in factors.dims:
-                raise PlanError(
-                    f"the plan has a hub of %{name}", why="the model has no value of this name", hint=AGAIN
-                )
-            shape = tuple(map(dim_size, factors.dims[name]))
-            if layout.shape != shape:
-                raise PlanError(
-                    f"the plan has the hub of %{name} as {layout}",
-                    why=f"its shape is {list(shape)}",
-                    hint=AGAIN,
-                )
-        for name in sorted(self.again - set(self.hubs)):
-            raise PlanError(
-                f"the plan makes %{name} again in backward", why="it has no hub to make again", hint=AGAIN
-            )
-
-    def _check_keeps(self, factors: Factors) -> None:
-        made = {value for site in factors.sites.values() for value in site.node.values}
-        for name, how in self.keeps.items():
-            if name not in made:
-                raise PlanError(
-                    f"the plan says how %{name} is kept",
-                    why="no operator makes a value of this name",
-                    hint=AGAIN,
-                )
-            if how not in KEPT_AS:
-                raise PlanError(
-                    f"the plan keeps %{name} as {how!r}",
-                    why="a value is kept as autograd does, or " + ", ".join(map(repr, KEPT_AS)),
-                    hint=did_you_mean(how, KEPT_AS),
-                )
-
-    def _check_stages(self, factors: Factors) -> None:
-        for name in self.stages:
-            if name not in factors.sites:
-                raise PlanError(
-                    f"the plan has a stage for %{name}", why="the model has no such node", hint=AGAIN
-                )
-        latest: dict[str, int] = {}  # value → the latest stage that it follows from
-        for name, site in factors.sites.items():
-            before = max((latest.get(u, 0) for u in site.node.uses), default=0)
-            if self.stages.get(name, before) < before:
-                raise PlanError(
-                    f"the plan has %{name} in stage {self.stages[name]}",
-                    why=f"it reads what is made in stage {before}",
-                    where=site.node.where,
-                    hint=AGAIN,
-                )
-            latest.update(dict.fromkeys(site.node.values, self.stages.get(name, before)))
-        count = self.techniques.pipeline
-        found = {*self.stages.values()}
-        wanted = {*range(count)} if count > 1 else set[int]()
-        if found != wanted:
-            missing = sorted(wanted - found)
-            raise PlanError(
-                f"the plan asks for {count} pipeline stages",
-                why=f"stage {missing[0]} has no operator"
-                if wanted > found
-                else "its operators have other stages",
-                hint=AGAIN,
-            )
-
-    def _check_states(self) -> None:
-        for name, layout in self.states.items():
-            entry = self.inputs.get(name)
-            if entry is None or layout.shape != entry.shape or layout.partial or not _within(layout, entry):
-                raise PlanError(
-                    f"the plan updates %{name} as {layout}",
-                    why="the model has no input of this name"
-                    if entry is None
-                    else f"it enters as {entry}: an update may be split further, and no less",
-                    hint=AGAIN,
-                )
-
     def with_notes(self, *notes: str) -> Plan:
         """The plan with more remarks."""
         return replace(self, notes=(*self.notes, *notes))
@@ -455,12 +340,6 @@ def fingerprint(graph: Graph) -> str:
 
 def _without_model(hint: str) -> PlanError:
     return PlanError("a plan from a file cannot be made again", why="it does not hold the model", hint=hint)
-
-
-def _within(part: TensorLayout, full: TensorLayout) -> bool:
-    """True if leaving out the axes that only `part` has gives the dims of `full`, so these axes are the minor ones."""
-    more = set(part.split_axes) - set(full.split_axes)
-    return tuple(without_axes(d, more) for d in part.dims) == full.dims
 
 
 def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:
