@@ -112,7 +112,7 @@ def _told(guards: Guards, options: Mapping[str, Any]) -> Told:
 
 
 def _anywhere(value: Hashable, text: str) -> Any:
-    """A value of `values.Item` without what is another number in each process."""
+    """A value of `value_records.Item` without what is another number in each process."""
     match value:
         case ("object", int()):
             return text

@@ -22,7 +22,8 @@ import torch
 from meshwright.capture.left import Left
 from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
-from meshwright.capture.values import HOOKS, SCALARS, ReadValues, differs, find
+from meshwright.capture.value_records import SCALARS, ReadValues, differs
+from meshwright.capture.values import HOOKS, find
 from meshwright.errors import CaptureError
 
 STORES = ("_parameters", "_buffers", "_modules", *HOOKS)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.capture.reads import codes, of_library
-from meshwright.capture.values import ReadValues
+from meshwright.capture.value_records import ReadValues
 
 NOTE = "{} is there within a step alone, and not after it: to have it beside the loss return (loss, outputs)"
 

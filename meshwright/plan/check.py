@@ -1,4 +1,4 @@
-"""Check a plan against the rules of its graph: splits, hubs, kept values, states, stages. A file may have been edited."""
+"""Check a plan against the rules of its graph: splits, hubs, kept values, states, stages."""
 
 from __future__ import annotations
 
