@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 
 from meshwright.capture import Captured
-from meshwright.core.graph import Graph, parse
+from meshwright.core.graph import Graph
+from meshwright.core.graph_text import parse
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import WorldRank

@@ -31,7 +31,8 @@ from meshwright.checkpoint.safetensors_io import Tensor, read_head, read_into, w
 from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES
 from meshwright.checkpoint.weights import confirmed
 from meshwright.compile import lower, with_model
-from meshwright.core.graph import Graph, parse
+from meshwright.core.graph import Graph
+from meshwright.core.graph_text import parse
 from meshwright.errors import CheckpointError, MeshwrightError, a_type
 from meshwright.forward import ForwardStep
 from meshwright.ops.table import has_rule

@@ -19,11 +19,10 @@ from meshwright.core.graph import (
     Ref,
     TensorType,
     map_refs,
-    parse,
-    parse_type,
     prune,
     verify,
 )
+from meshwright.core.graph_text import parse, parse_type
 from meshwright.errors import GraphError
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)

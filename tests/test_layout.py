@@ -16,10 +16,10 @@ from meshwright.core.layout import (
     normalize,
     normalize_dim,
     only_axes,
-    parse_layout,
     verify,
     without_axes,
 )
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
 

@@ -34,7 +34,8 @@ from meshwright.capture.convert import hash_of, type_of
 from meshwright.capture.pytree import facts_of, leaves, map_leaves
 from meshwright.capture.values import find
 from meshwright.core.folding import Block, Folding
-from meshwright.core.graph import Graph, parse
+from meshwright.core.graph import Graph
+from meshwright.core.graph_text import parse
 from meshwright.core.typed import Count, typed
 from meshwright.errors import GraphError
 

@@ -15,7 +15,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.graph import DTYPES, LOSS, PIN, RESHARD, TO_DEVICE, TO_HOST, Graph, Node, Ref, TensorType
-from meshwright.core.layout import TensorLayout, normalize, parse_layout
+from meshwright.core.layout import TensorLayout, normalize
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.core.placement import hosted_values, leaving_values, offloaded_parameters
 from meshwright.core.techniques import wire_dtype

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from meshwright.core.layout import TensorLayout, parse_layout, verify
+from meshwright.core.layout import TensorLayout, verify
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import IN_TIME, Axis, Mesh
 from meshwright.core.techniques import TURNS, techniques_from
 from meshwright.core.type_guards import is_mapping

@@ -200,7 +200,8 @@ def test_layouts_that_disagree_are_moved_and_noted() -> None:
 
 
 def test_a_law_of_layouts_that_breaks_is_a_layout_error() -> None:
-    from meshwright.core.layout import parse_layout, verify
+    from meshwright.core.layout import verify
+    from meshwright.core.layout_text import parse_layout
 
     with pytest.raises(LayoutError, match="uses axis 'tp' twice, in dims 0 and 1"):
         verify(parse_layout("[8/tp, 8/tp]"), mw.Mesh.of(tp=2))

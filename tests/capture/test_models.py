@@ -10,7 +10,8 @@ import torch
 
 from meshwright.capture import Captured, bind, capture, interpret, widen, widened_eager
 from meshwright.capture.pytree import map_leaves
-from meshwright.core.graph import Graph, parse, verify
+from meshwright.core.graph import Graph, verify
+from meshwright.core.graph_text import parse
 from meshwright.examples import gpt, mlp, recommender
 from meshwright.examples.zoo import NAMES, hugging_face
 from tests.breadth import first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright.capture import widen, widened_eager
-from meshwright.core.graph import parse
+from meshwright.core.graph_text import parse
 
 NARROW = """
 graph "casts" {

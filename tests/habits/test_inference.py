@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.core.graph import parse
+from meshwright.core.graph_text import parse
 from meshwright.exported import check_operators
 from tests.breadth import first
 from tests.habits.plans import COMMON, run

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.core.graph import Graph, parse
+from meshwright.core.graph import Graph
+from meshwright.core.graph_text import parse
 from meshwright.ops import table
 from meshwright.ops.analysis import expect_factors, factors_of, keep_factors
 from meshwright.ops.factors import Factors, analyze

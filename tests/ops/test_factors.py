@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.core.graph import parse
+from meshwright.core.graph_text import parse
 from meshwright.core.layout import show_dim
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import analyze

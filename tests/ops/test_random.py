@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.core.layout import parse_layout
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import RuleError
 from meshwright.ops.local import localize

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.core.graph import parse
+from meshwright.core.graph_text import parse
 from meshwright.core.layout import SubDim
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import analyze

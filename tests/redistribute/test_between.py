@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.core.layout import Cat, TensorLayout, parse_layout
+from meshwright.core.layout import Cat, TensorLayout
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.across_meshes import MeshLayout, Route, arriving, leaving, received_elements
 from meshwright.redistribute.storage import repeated_axes, stored

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.checkpoint import ownership as share
-from meshwright.core.layout import TensorLayout, parse_layout
+from meshwright.core.layout import TensorLayout
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.redistribute.boxes import Box, full_box, held_boxes
 from tests.redistribute.test_redistribute import problems

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, normalize, parse_layout, verify
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, normalize, verify
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
 from meshwright.redistribute import (

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.layout import SubDim as Leaf
-from meshwright.core.layout import TensorLayout, map_leaves, parse_layout, verify
+from meshwright.core.layout import TensorLayout, map_leaves, verify
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import LayoutError
 from meshwright.redistribute import Prices, redistribute, reshard, total_seconds

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.core.layout import TensorLayout, parse_layout
+from meshwright.core.layout import TensorLayout
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError
 from meshwright.examples import mlp

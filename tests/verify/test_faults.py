@@ -11,7 +11,7 @@ import torch
 from meshwright.capture import widen
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.graph import Graph, Node, Ref, prune
-from meshwright.core.layout import parse_layout
+from meshwright.core.layout_text import parse_layout
 from meshwright.errors import RunError
 from meshwright.examples import gpt
 from meshwright.partition import RESHARD, Partition

@@ -15,7 +15,8 @@ from torch import fx, nn
 import meshwright as mw
 from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.core.graph import TO_DEVICE, TO_HOST, TRANSFERS, parse
+from meshwright.core.graph import TO_DEVICE, TO_HOST, TRANSFERS
+from meshwright.core.graph_text import parse
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, recommender
 from meshwright.plan.plan import Plan

@@ -10,7 +10,8 @@ import torch
 
 import meshwright as mw
 from meshwright.compile import captured_of, lower, values_of
-from meshwright.core.layout import TensorLayout, parse_layout, verify
+from meshwright.core.layout import TensorLayout, verify
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError, RunError, StrategyError
 from meshwright.partition.collectives import program_collectives

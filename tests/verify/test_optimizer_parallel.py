@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.core.layout import leaves as sub_dims
-from meshwright.core.layout import parse_layout
+from meshwright.core.layout_text import parse_layout
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import techniques_from
 from meshwright.examples import gpt, llama, mlp, recommender, zoo

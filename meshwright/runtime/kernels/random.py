@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from meshwright.core.layout import TensorLayout, parse_layout
+from meshwright.core.layout import TensorLayout
+from meshwright.core.layout_text import parse_layout
 from meshwright.errors import RunError
 from meshwright.runtime.rank import Rank
 
