@@ -216,7 +216,7 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
 
     Raises ClusterError for a number that does not fill units of a level.
     """
-    from meshwright.cost.cluster_file import MOST_RANKS
+    from meshwright.core.mesh import MOST_RANKS
 
     if ranks > MOST_RANKS:
         raise ClusterError(f"{ranks:,} ranks", why=f"at most {MOST_RANKS:,} are planned for")

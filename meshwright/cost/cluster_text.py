@@ -8,7 +8,7 @@ from decimal import Decimal
 import yaml
 
 from meshwright.cost.cluster_data import Curve, Description, Measured
-from meshwright.cost.cluster_file import MARK, VERSION
+from meshwright.cost.cluster_reader import MARK, VERSION
 
 
 def write(cluster: Description, note: str = "") -> str:

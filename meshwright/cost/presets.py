@@ -10,9 +10,10 @@ import re
 from dataclasses import replace
 from importlib import resources
 
+from meshwright.core.mesh import MOST_RANKS
 from meshwright.core.type_guards import is_whole
 from meshwright.cost.cluster_data import Description, Level
-from meshwright.cost.cluster_file import MOST_RANKS, parse
+from meshwright.cost.cluster_file import parse
 from meshwright.errors import ClusterError, did_you_mean
 
 ALIASES = {

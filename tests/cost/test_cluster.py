@@ -15,7 +15,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
 from meshwright.cost import presets
 from meshwright.cost.cluster import Cluster, Device, Level, Measured
-from meshwright.cost.cluster_file import as_number
+from meshwright.cost.cluster_reader import as_number
 from meshwright.cost.cluster_text import number
 from meshwright.errors import ClusterError
 
