@@ -20,7 +20,7 @@ _PUBLIC = {
     "Autosave": "meshwright.autosave",
     "CheckpointReader": "meshwright.checkpoint.dcp",
     "Cluster": "meshwright.cost.cluster",
-    "Layout": "meshwright.annotate",
+    "Layout": "meshwright.device_layout",
     "Plan": "meshwright.plan.plan",
     "Metrics": "meshwright.metrics",
     "ManualStep": "meshwright.manual",

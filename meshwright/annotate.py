@@ -9,10 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
@@ -20,15 +17,14 @@ import torch
 from meshwright.core.graph import AGAIN_MARK, ROWS_MARK, STAGE_MARK
 from meshwright.core.techniques import RECOMPUTE
 from meshwright.core.type_guards import is_whole
+from meshwright.device_layout import TensorLayoutSpec, check_count, user_frame
 from meshwright.errors import PlanError, StrategyError, a_type, did_you_mean
 
 Blocks = tuple[int, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
-TURNS = "interleaved_parallel"  # the reference's name of an axis that is none of ranks
 
 _sites: Iterator[int] = itertools.count()
-_TORCH = str(Path(torch.__file__).parent)
 
 _lib = torch.library.Library("meshwright", "FRAGMENT")
 _lib.define("pin(Tensor x, str spec) -> Tensor")
@@ -40,130 +36,6 @@ torch.library.register_autograd(
     setup_context=lambda ctx, inputs, output: None,
     lib=_lib,
 )
-
-
-@dataclass(frozen=True)
-class TensorLayoutSpec:
-    """A device layout applied to a tensor: for each dim the aliases of the device matrix that split it.
-
-    The aliases of one dim split it in the order of the device matrix, whatever order they are given in.
-    """
-
-    device: Layout
-    dims: tuple[tuple[str, ...], ...]
-
-    @property
-    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """MindSpore's form: positions of the aliases counted from the right, -1 for an unsplit dim."""
-        count = len(self.device.aliases)
-        places = [tuple(count - 1 - self.device.aliases.index(a) for a in dim) for dim in self.dims]
-        return tuple(p[0] if len(p) == 1 else p if p else -1 for p in places)
-
-    def data(self) -> dict[str, Any]:
-        """As JSON data."""
-        return {"mesh": self.device.data(), "dims": [list(d) for d in self.dims]}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A device matrix with a name for each of its dims, as MindSpore's `Layout`.
-
-    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp (in the
-    order of the matrix: dp splits first). ``"None"`` (or None) leaves a dim unsplit. ``"interleaved_parallel"`` is no
-    axis here: the step takes ``interleave=2``. `rank_list` gives the ranks in row-major order of the matrix.
-    """
-
-    matrix: tuple[int, ...]
-    aliases: tuple[str, ...]
-    rank_list: tuple[int, ...] | None = None
-
-    def __init__(
-        self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
-    ) -> None:
-        matrix, aliases = tuple(device_matrix), tuple(alias_name)
-        for n in matrix:
-            _check_count(n, "the device matrix")
-        if len(matrix) != len(aliases):
-            raise StrategyError(
-                f"a device matrix of {len(matrix)} dims has {len(aliases)} names",
-                why=f"{matrix} and {aliases}",
-                where=_caller(),
-                hint="one name for each dim of the matrix",
-            )
-        if (
-            len(set(aliases)) != len(aliases)
-            or "None" in aliases
-            or any(not isinstance(a, str) or not a for a in aliases)
-        ):
-            raise StrategyError(
-                f"the names {aliases} of a device matrix must be different words",
-                why='a layout identifies axes by their names, and "None" stands for an unsplit dim',
-                where=_caller(),
-                hint='Layout((2, 4), ("dp", "tp"))',
-            )
-        if TURNS in aliases:
-            copies = matrix[aliases.index(TURNS)]
-            rest = [(n, a) for n, a in zip(matrix, aliases, strict=True) if a != TURNS]
-            raise StrategyError(
-                f"the device matrix {matrix} has the axis {TURNS!r}",
-                why=f"it stands for {copies} copies of a tensor on each rank, which take turns, not for ranks: here "
-                "the full step is interleaved, and not one operator",
-                where=_caller(),
-                hint=f"Layout({tuple(n for n, _ in rest)}, {tuple(a for _, a in rest)}), and interleave={copies} in "
-                "mw.plan or mw.train_step (docs/reference/techniques.md)",
-            )
-        total = 1
-        for n in matrix:
-            total *= n
-        ranks = tuple(rank_list) if rank_list is not None else None
-        if ranks is not None and sorted(ranks) != list(range(total)):
-            raise StrategyError(
-                f"rank_list must list each of the {total} ranks once",
-                why=f"got {ranks}",
-                where=_caller(),
-                hint=f"a permutation of 0 … {total - 1}",
-            )
-        object.__setattr__(self, "matrix", matrix)
-        object.__setattr__(self, "aliases", aliases)
-        object.__setattr__(self, "rank_list", ranks)
-
-    def __call__(self, *dims: str | Sequence[str] | None) -> TensorLayoutSpec:
-        """The layout of a tensor, one entry for each of its dims. Raises StrategyError for unknown or
-        repeated names."""
-        spread: list[tuple[str, ...]] = []
-        used: dict[str, int] = {}
-        for number, dim in enumerate(dims):
-            if not (dim is None or isinstance(dim, str | tuple | list)):
-                raise StrategyError(
-                    f"the layout has {dim!r} for dim {number}",
-                    why=f"it is {a_type(dim)}; a dim is split over named axes, not into a number of blocks",
-                    where=_caller(),
-                    hint=f'a name of {self.aliases}, a tuple of them, or "None"',
-                )
-            names = () if dim is None or dim == "None" else (dim,) if isinstance(dim, str) else tuple(dim)
-            for name in names:
-                if name not in self.aliases:
-                    raise StrategyError(
-                        f"the device matrix has no dim named {name!r}",
-                        why=f"names: {self.aliases}",
-                        where=_caller(),
-                        hint=did_you_mean(str(name), self.aliases),
-                    )
-                if name in used:
-                    raise StrategyError(
-                        f"the axis {name!r} is used twice, for dims {used[name]} and {number}",
-                        why="an axis can split one dim of a tensor",
-                        where=_caller(),
-                        hint="use another axis for one of them",
-                    )
-                used[name] = number
-            spread.append(names)
-        return TensorLayoutSpec(self, tuple(spread))
-
-    def data(self) -> dict[str, Any]:
-        """As JSON data."""
-        data: dict[str, Any] = {"matrix": list(self.matrix), "aliases": list(self.aliases)}
-        return data | ({"ranks": list(self.rank_list)} if self.rank_list else {})
 
 
 Cut = Blocks | TensorLayoutSpec
@@ -201,7 +73,7 @@ def shard(
         raise StrategyError(
             f"the strategies of {name} mix tuples and layouts",
             why="tuples leave the choice of mesh axes to the planner, layouts name them",
-            where=_caller(),
+            where=user_frame(),
             hint="write all of them as tuples, or all with one mw.Layout",
         )
     return _marked(target, name, ins, outs)
@@ -239,7 +111,7 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
         raise StrategyError(
             f"{name} is given {rows!r}",
             why="it is the number of rows of each column of the indices",
-            where=_caller(),
+            where=user_frame(),
             hint="mw.manual_split(table, (10, 20, 30, 4))",
         )
     table = getattr(target, "num_embeddings", None)
@@ -247,7 +119,7 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
         raise StrategyError(
             f"{name} is given {' + '.join(map(str, given))} = {sum(given)} rows",
             why=f"the table has {table}",
-            where=_caller(),
+            where=user_frame(),
         )
     return _marked(target, name, mark=f"{ROWS_MARK}{','.join(map(str, given))}")
 
@@ -264,13 +136,16 @@ def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
     name = f"mw.recompute of {_name_of(target)}"
     if not isinstance(enabled, bool):
         raise PlanError(
-            f"{name} is given {enabled!r}", why="it is a switch", where=_caller(), hint='policy="selective"'
+            f"{name} is given {enabled!r}",
+            why="it is a switch",
+            where=user_frame(),
+            hint='policy="selective"',
         )
     if policy not in RECOMPUTE:
         raise PlanError(
             f"{name} has the policy {policy!r}",
             why="policies: " + ", ".join(map(repr, RECOMPUTE)),
-            where=_caller(),
+            where=user_frame(),
             hint=did_you_mean(str(policy), RECOMPUTE),
         )
     return _marked(target, name, mark=f"{AGAIN_MARK}{policy if enabled else ''}")
@@ -288,14 +163,14 @@ def stage(target: F, number: int) -> F:
         raise PlanError(
             f"{name} is given {number!r}",
             why="stages are numbered from 0",
-            where=_caller(),
+            where=user_frame(),
             hint="mw.stage(module, 0)",
         )
     if not callable(target):
         raise PlanError(
             f"mw.stage is given {target!r:.80}",
             why=f"it is {a_type(target)}; modules and functions have operators",
-            where=_caller(),
+            where=user_frame(),
             hint="mw.stage(model.encoder, 0)",
         )
     return _marked(target, name, mark=f"{STAGE_MARK}{number}")
@@ -365,7 +240,7 @@ def _check_target(target: Any, name: str) -> None:
         if isinstance(target, torch.Tensor):
             hint = "the module, or the function, that reads the tensor"
     if why:
-        raise StrategyError(f"{name} marks nothing", why=why, where=_caller(), hint=hint)
+        raise StrategyError(f"{name} marks nothing", why=why, where=user_frame(), hint=hint)
 
 
 def _marking() -> bool:
@@ -397,14 +272,14 @@ def _mark_all(
         raise StrategyError(
             f"the {role}_strategy of {name} has {len(entries)} entries for {count} tensors",
             why=f"entries: {entries}",
-            where=_caller(),
+            where=user_frame(),
             hint="one entry for each tensor, None for no constraint",
         )
     return marked
 
 
 def _mark(x: torch.Tensor, cut: Cut | None, site: int, role: str, name: str, mark: str = "") -> torch.Tensor:
-    data: dict[str, Any] = {"site": site, "role": role, "name": name, "where": _caller()}
+    data: dict[str, Any] = {"site": site, "role": role, "name": name, "where": user_frame()}
     if mark:
         data["mark"] = mark
     if isinstance(cut, TensorLayoutSpec):
@@ -425,7 +300,7 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
         raise StrategyError(
             f"the {what} must be a tuple with one entry for each tensor",
             why=f"got {given!r}",
-            where=_caller(),
+            where=user_frame(),
             hint="((2, 4), (4, 1))",
         )
     checked: list[Cut | None] = []
@@ -437,35 +312,10 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
             raise StrategyError(
                 f"the {what} has the entry {entry!r}",
                 why="an entry says for one tensor how each of its dims is cut",
-                where=_caller(),
+                where=user_frame(),
                 hint="a tuple with the number of blocks of each dim, or a layout",
             )
         for n in entry:
-            _check_count(n, f"the {what}")
+            check_count(n, f"the {what}")
         checked.append(tuple(entry))
     return tuple(checked)
-
-
-def _check_count(n: Any, what: str) -> None:
-    if not is_whole(n):
-        raise StrategyError(
-            f"{what} has {n!r}, which is not a whole number",
-            why="it counts the blocks of a dim",
-            where=_caller(),
-            hint="1, 2, 3, …; 1 leaves a dim unsplit",
-        )
-    if n < 1:
-        raise StrategyError(
-            f"{what} has {n}",
-            why="a dim has at least one block",
-            where=_caller(),
-            hint="1 leaves a dim unsplit",
-        )
-
-
-def _caller() -> str:
-    """The line of the user's code, for messages: the innermost frame that is neither ours nor torch's."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename != __file__ and not frame.filename.startswith(_TORCH):
-            return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
-    return ""

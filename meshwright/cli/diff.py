@@ -24,7 +24,8 @@ def diff(
     """
     from meshwright.cli.common import out
     from meshwright.plan.plan import Plan
-    from meshwright.report.diff import diff_view, difference
+    from meshwright.report.diff import difference
+    from meshwright.report.diff_view import diff_view
 
     found = difference(Plan.load(first), Plan.load(second))
     if as_json:

@@ -10,190 +10,13 @@ unification (as in type inference) refines all of them to common sub-dims. Where
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.graph import PIN, Graph, Node
 from meshwright.core.layout import Cat, Dim, SubDim, dim_size
 from meshwright.ops.rule import Rule, RuleDim, must_replicate
-
-
-class _Var:
-    """A factor of `size` elements: atomic, or (after unification) the product `items`."""
-
-    __slots__ = ("items", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.items: list[_Var | _CatVar] | None = None
-
-
-class _CatVar:
-    """A concatenation of products. It becomes the product `items` once its parts prove equal."""
-
-    __slots__ = ("items", "parts", "size")
-
-    def __init__(self, parts: list[list[_Var | _CatVar]]) -> None:
-        self.parts = parts
-        self.size = sum(_size(p) for p in parts)
-        self.items: list[_Var | _CatVar] | None = None
-
-
-_Item = _Var | _CatVar
-
-
-def _size(items: Sequence[_Item]) -> int:
-    return math.prod(i.size for i in items)
-
-
-def _resolve(items: Sequence[_Item]) -> list[_Item]:
-    """Replace items by what is known of them: atomic variables and open concatenations, none of size 1."""
-    result: list[_Item] = []
-    for item in items:
-        if item.items is not None:
-            result += _known(item)
-        elif item.size != 1:
-            result.append(item)
-    return result
-
-
-def _known(item: _Item) -> list[_Item]:
-    """Return the resolved product of an item.
-
-    Compresses the path it followed (Tarjan 1975), since chains grow with the depth of a model.
-    """
-    way: list[_Item] = []
-    while (inner := item.items) is not None and len(inner) == 1:
-        way.append(item)
-        item = inner[0]
-    found = _resolve([item] if inner is None else inner)
-    for passed in way:
-        passed.items = found
-    return found
-
-
-def _unify(left: Sequence[_Item], right: Sequence[_Item]) -> bool:
-    """Make two products equal by refining variables.
-
-    Returns False when they have no common refinement; some variables may be refined even then.
-    """
-    a, b = _resolve(left), _resolve(right)
-    while a and b:
-        x, y = a[0], b[0]
-        if x is y:
-            a, b = a[1:], b[1:]
-        elif x.size == y.size:
-            if isinstance(y, _Var):
-                y.items = [x]
-            elif isinstance(x, _Var):
-                x.items = [y]
-            elif not _unify_cats(x, y):
-                return False
-            a, b = a[1:], b[1:]
-        else:
-            if x.size < y.size:
-                a, b, x, y = b, a, y, x
-            if isinstance(x, _Var) and x.size % y.size == 0:
-                x.items = [y, _Var(x.size // y.size)]
-            elif not (isinstance(x, _CatVar) and _cat_to_product(x)):
-                return False
-            a = _resolve(a)
-    return not a and not b
-
-
-def _cat_to_product(cat: _CatVar) -> bool:
-    """Turn a concatenation of parts of equal size into a product (count × part), if their structures unify."""
-    first = cat.parts[0]
-    if any(_size(p) != _size(first) for p in cat.parts) or not all(_unify(first, p) for p in cat.parts[1:]):
-        return False
-    cat.items = [_Var(len(cat.parts)), *first]
-    return True
-
-
-def _unify_cats(x: _CatVar, y: _CatVar) -> bool:
-    """Split both at the union of their offsets. Only atomic parts can be split further."""
-    for one, other in ((x, y), (y, x)):
-        edges = set(_offsets(other))
-        parts: list[list[_Item]] = []
-        start = 0
-        for part in _flat_parts(one):
-            end = start + _size(part)
-            inner = sorted(e for e in edges if start < e < end)
-            resolved = _resolve(part)
-            if inner:
-                if len(resolved) != 1 or not isinstance(resolved[0], _Var):
-                    return False
-                bounds = [start, *inner, end]
-                pieces: list[list[_Item]] = [[_Var(hi - lo)] for lo, hi in itertools.pairwise(bounds)]
-                resolved[0].items = [_CatVar(pieces)]
-                parts += pieces
-            else:
-                parts.append(part)
-            start = end
-        one.parts = parts
-    return all(_unify(p, q) for p, q in zip(x.parts, y.parts, strict=True))
-
-
-def _flat_parts(cat: _CatVar) -> Iterator[list[_Item]]:
-    for part in cat.parts:
-        resolved = _resolve(part)
-        if len(resolved) == 1 and isinstance(resolved[0], _CatVar):
-            yield from _flat_parts(resolved[0])
-        else:
-            yield part
-
-
-def _offsets(cat: _CatVar) -> list[int]:
-    edges: list[int] = []
-    place = 0
-    for part in _flat_parts(cat):
-        place += _size(part)
-        edges.append(place)
-    return edges
-
-
-def _tree(items: Sequence[_Item]) -> Dim:
-    """Return items, resolved, as a dim without axes."""
-    return tuple(
-        SubDim(i.size) if isinstance(i, _Var) else Cat(tuple(_tree(p) for p in i.parts))
-        for i in _resolve(items)
-    )
-
-
-class _Settled:
-    """Trees and leaf variables of items after unification, each computed once.
-
-    Equal trees are one object, and so are equal rules of views. Results derived from a site can be cached by identity.
-    """
-
-    def __init__(self) -> None:
-        self.shared: dict[Dim, Dim] = {}
-        self.atoms: dict[int, Dim] = {}
-        self.rules: dict[object, Rule] = {}
-        self.found: dict[_Item, tuple[Dim, tuple[_Var, ...]]] = {}
-
-    def of(self, item: _Item) -> tuple[Dim, tuple[_Var, ...]]:
-        """Return an item as a dim without axes, and its atomic variables from left to right."""
-        known = self.found.get(item)
-        if known is None and item.items is None and isinstance(item, _Var) and item.size != 1:
-            tree = self.atoms.get(item.size) or self.atoms.setdefault(item.size, (SubDim(item.size),))
-            known = self.found[item] = tree, (item,)
-        elif known is None:
-            (inner, *more) = _resolve((item,)) or (None,)
-            if inner is None:
-                known = (), ()
-            elif inner is not item and not more:
-                known = self.of(inner)
-            elif isinstance(inner, _Var) and not more:
-                known = self.atoms.setdefault(inner.size, (SubDim(inner.size),)), (inner,)
-            else:
-                tree = _tree((item,))
-                known = self.shared.setdefault(tree, tree), tuple(_leaf_vars((item,)))
-            self.found[item] = known
-        return known
-
+from meshwright.ops.unify import CatVar, Settled, SizeVar, Unknown, leaf_vars, resolve, unify
 
 # ---------------------------------------------------------------- the analysis of a graph
 
@@ -266,14 +89,16 @@ class Factors:
 
 def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     """Unify the factors of all nodes. `rules` maps node names to bound rules."""
-    dims: dict[str, list[_Var]] = {name: [_Var(n) for n in kind.shape] for name, kind in graph.types.items()}
+    dims: dict[str, list[SizeVar]] = {
+        name: [SizeVar(n) for n in kind.shape] for name, kind in graph.types.items()
+    }
     ports = {node.name: [dims[v] for v in (*node.uses, *node.values)] for node in graph.nodes}
     letters = {node.name: _unified(rules[node.name], ports[node.name]) for node in graph.nodes}
-    settled = _Settled()
+    settled = Settled()
     batch = _batch_variables(graph, dims)
     sites: dict[str, Site] = {}
-    owned: dict[tuple[str, str], tuple[_Var, ...]] = {}
-    whole: set[_Var] = set()
+    owned: dict[tuple[str, str], tuple[SizeVar, ...]] = {}
+    whole: set[SizeVar] = set()
     for node in graph.nodes:
         rule = rules[node.name]
         if rule.flattened:
@@ -298,7 +123,7 @@ def analyze(graph: Graph, rules: Mapping[str, Rule]) -> Factors:
     )
 
 
-def _marked_groups(graph: Graph, sites: Mapping[str, Site], site: Site, settled: _Settled) -> dict[str, Site]:
+def _marked_groups(graph: Graph, sites: Mapping[str, Site], site: Site, settled: Settled) -> dict[str, Site]:
     """Return the sites of annotations on inputs that a node reads by groups, split between groups as the node does.
 
     An example: an embedding whose index columns each read their own rows.
@@ -316,17 +141,17 @@ def _marked_groups(graph: Graph, sites: Mapping[str, Site], site: Site, settled:
     return found
 
 
-def _marks(found: tuple[_Var, ...], marked: set[_Var]) -> tuple[bool, ...]:
+def _marks(found: tuple[SizeVar, ...], marked: set[SizeVar]) -> tuple[bool, ...]:
     return (found[0] in marked,) if len(found) == 1 else tuple([v in marked for v in found])
 
 
-def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
+def _unified(rule: Rule, ports: Sequence[list[SizeVar]]) -> dict[str, SizeVar]:
     """Unify the letters of a node with the dims of its inputs and results."""
     if rule.flattened:
-        _unify(ports[0], ports[-1])
-        return {letter: _Var(size) for letter, size in rule.sizes.items()}
-    own: dict[str, _Var] = {p: _Var(rule.sizes[p]) for parts in rule.joined.values() for p in parts}
-    joined = {x: _CatVar([[own[p]] for p in parts]) for x, parts in rule.joined.items()}
+        unify(ports[0], ports[-1])
+        return {letter: SizeVar(size) for letter, size in rule.sizes.items()}
+    own: dict[str, SizeVar] = {p: SizeVar(rule.sizes[p]) for parts in rule.joined.values() for p in parts}
+    joined = {x: CatVar([[own[p]] for p in parts]) for x, parts in rule.joined.items()}
     for port, vs in zip((*rule.inputs, *rule.outputs), ports, strict=True):
         for dim, var in zip(port, vs, strict=True):
             if len(dim) == 1 and dim[0] not in joined:  # the usual case: the letter is the dim
@@ -336,55 +161,46 @@ def _unified(rule: Rule, ports: Sequence[list[_Var]]) -> dict[str, _Var]:
                 if var.items is None and known.items is None and var.size == known.size:
                     var.items = [known]
                 else:
-                    _unify((known,), (var,))
+                    unify((known,), (var,))
             elif dim:
-                _unify([joined.get(x) or own.setdefault(x, _Var(rule.sizes[x])) for x in dim], (var,))
+                unify([joined.get(x) or own.setdefault(x, SizeVar(rule.sizes[x])) for x in dim], (var,))
     for letter in rule.sizes:
         if letter not in own:
-            own[letter] = _Var(rule.sizes[letter])
+            own[letter] = SizeVar(rule.sizes[letter])
     return own
 
 
-def _own_items(rule: Rule, own: Mapping[str, _Var]) -> dict[str, _Item]:
+def _own_items(rule: Rule, own: Mapping[str, SizeVar]) -> dict[str, Unknown]:
     """Return the item of each letter. A concatenation stays one even if its parts have proved equal."""
     joined = rule.joined
-    return {x: _CatVar([[own[p]] for p in joined[x]]) if x in joined else own[x] for x in rule.free_letters}
+    return {x: CatVar([[own[p]] for p in joined[x]]) if x in joined else own[x] for x in rule.free_letters}
 
 
-def _leaf_vars(items: Sequence[_Item]) -> Iterator[_Var]:
-    for item in _resolve(items):
-        if isinstance(item, _Var):
-            yield item
-        else:
-            for part in item.parts:
-                yield from _leaf_vars(part)
-
-
-def _batch_variables(graph: Graph, dims: Mapping[str, list[_Var]]) -> set[_Var]:
+def _batch_variables(graph: Graph, dims: Mapping[str, list[SizeVar]]) -> set[SizeVar]:
     """Return the atomic variables that count examples: those of the batch dims of the batch inputs."""
     return {
         v
         for i in graph.inputs
         if i.role == "batch" and i.batch_dim is not None
-        for v in _leaf_vars([dims[i.name][i.batch_dim]])
+        for v in leaf_vars([dims[i.name][i.batch_dim]])
     }
 
 
 def _view_rule(
-    rule: Rule, source: Sequence[_Var], target: Sequence[_Var], settled: _Settled
-) -> tuple[Rule, dict[str, _Item]]:
+    rule: Rule, source: Sequence[SizeVar], target: Sequence[SizeVar], settled: Settled
+) -> tuple[Rule, dict[str, Unknown]]:
     """Return the rule of a view: one letter per common sub-dim. Letters that the view divides may not be sharded."""
     sides = [
-        [(number, item) for number, var in enumerate(side) for item in _resolve([var])]
+        [(number, item) for number, var in enumerate(side) for item in resolve([var])]
         for side in (source, target)
     ]
     ports: list[list[list[str]]] = [[[] for _ in source], [[] for _ in target]]
     sizes: dict[str, int] = {}
-    own: dict[str, _Item] = {}
+    own: dict[str, Unknown] = {}
     broken: set[str] = set()
     places = [0, 0]
 
-    def take(side: int, letter: str) -> _Item:
+    def take(side: int, letter: str) -> Unknown:
         number, item = sides[side][places[side]]
         places[side] += 1
         ports[side][number].append(letter)
