@@ -10,7 +10,7 @@ import sys
 import typer
 
 import meshwright
-from meshwright.cli import calibrate, convert, diff, estimate, explain, plan, run, verify
+from meshwright.cli import calibrate, convert, diff, estimate, explain, goodput, plan, run, verify
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command(name="explain")(explain.explain)
 app.command(name="verify")(verify.verify)
 app.command(name="estimate")(estimate.estimate)
 app.command(name="diff")(diff.diff)
+app.command(name="goodput")(goodput.goodput)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="convert")(convert.convert)
 app.command(name="run", context_settings=run.CONTEXT)(run.run)
