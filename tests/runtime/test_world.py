@@ -3,7 +3,9 @@ refused before anybody waits."""
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 
 import pytest
 import torch
@@ -315,3 +317,10 @@ def test_a_gradient_of_a_gradient_through_a_collective_is_refused() -> None:
     (gradient,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
+
+
+def test_no_rank_collects_garbage() -> None:
+    """In Python 3.11 a collection inside an allocation of one thread lets others make one `__dict__` twice."""
+    assert gc.isenabled()
+    found = SimulatedWorld(Mesh.of({"dp": 2})).run(lambda rank: gc.isenabled())
+    assert found == [sys.version_info >= (3, 12)] * 2 and gc.isenabled()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,8 @@ from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
 from meshwright.runtime.communicator.by_record import Call, Methods, with_collectives
 from meshwright.runtime.communicator.protocol import Done, Later, Waited, Work
+
+COLLECT_SECONDS = 1.0  # between two collections of garbage while ranks run
 
 
 class Aborted(RuntimeError):
@@ -48,10 +53,14 @@ class SimulatedWorld:
                     self._lock.notify_all()
 
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.mesh.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _collecting_in_one_thread() as collect:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(COLLECT_SECONDS)
+                while thread.is_alive():
+                    collect()
+                    thread.join(COLLECT_SECONDS)
         if self._failed is not None:
             raise self._failed
         return results
@@ -81,6 +90,24 @@ class SimulatedWorld:
             if self._read[key] == len(group):  # the last reader clears up
                 del self._slots[key], self._read[key]
             return dict(slot)
+
+
+@contextlib.contextmanager
+def _collecting_in_one_thread() -> Iterator[Callable[[], object]]:
+    """Yield a function that collects garbage, which no other thread does within the block.
+
+    Python 3.11 collects inside an allocation, also while it makes the `__dict__` of an object. A callback in
+    `gc.callbacks` lets other threads run then, and the same values end up in two dicts, which both free them: a crash
+    later on. From 3.12 on the interpreter collects only between instructions.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield lambda: None
+        return
+    gc.disable()
+    try:
+        yield lambda: gc.collect(1)
+    finally:
+        gc.enable()
 
 
 def _meant(kind: CollectiveKind) -> Methods:
