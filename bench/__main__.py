@@ -7,6 +7,7 @@ python -m bench collectives           gloo on this machine
 python -m bench search [--markdown]   how long planning takes, and how good recursion is
 python -m bench joint [--markdown]    how long the search over stages, meshes and techniques takes, and its gap
 python -m bench planned [--markdown]  how long planning published models takes on 8 to 2,048 ranks, and what is refused
+python -m bench published             steps that others have published, against what is predicted for their plans
 python -m bench one-rank --rows 405b  a plan for thousands of ranks, one of them run here and counted
 python -m bench techniques            what each technique costs and saves, and what was predicted
 python -m bench interleave            copies that take turns on a slow link; has options of its own: --help
@@ -53,6 +54,11 @@ def main() -> None:
         from bench.planned import main as planned
 
         planned(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["published"]:
+        from bench.published import main as published
+
+        published(sys.argv[2:])
         return
     if sys.argv[1:2] == ["start"]:
         from bench.start import main as start
