@@ -1,10 +1,11 @@
 """Predictions against what others have published: each run becomes a plan that is predicted, not searched.
 
-python -m bench published [--rows FILE] [--device a100 h100] [--source torchtitan] [--json OUT] [--markdown]
+python -m bench published [--rows FILE] [--device a100 h100] [--source torchtitan] [--execution eager] [--left-out]
 
 The rows are those of `published_runs.jsonl`, or of any file of that form. A plan has the run's mesh, Megatron's pins,
-the ZeRO level, schedule, micro-batches and recompute; what a plan cannot express is skipped, with the reason. Errors
-are predicted over measured seconds of a step; runs of a rank group that differ by more than 2 % are a pair to order.
+the ZeRO level, schedule, micro-batches and recompute; what a plan cannot express is skipped, with the reason. The
+cluster is the device's preset with the execution of the run's software (`meshwright/cost/execution.py`). Errors are
+predicted over measured seconds of a step; runs of a rank group that differ by more than 2 % are a pair to order.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
 from rich.console import Console
 
-from bench.published_plan import STATES, Skipped, cluster_of, partition_of
+from bench.published_fit import Slopes, left_out, slopes
+from bench.published_plan import STATES, Skipped, accumulated_bytes, cluster_of, execution_of, partition_of
 from bench.published_rows import RUNS, Run, read
+from meshwright.cost.execution import EXECUTIONS
 from meshwright.errors import MeshwrightError
 from meshwright.report.estimate import estimate
 
@@ -41,6 +44,7 @@ class Outcome:
     peak_bytes: float | None = None
     limit_bytes: float | None = None
     skipped: str = ""
+    slopes: Slopes | None = None
 
     @property
     def error(self) -> float | None:
@@ -68,18 +72,36 @@ class Outcome:
         return (self.run.gbs_seqs or 0) * self.run.seq / self.run.n_gpus / seconds if seconds else 0.0
 
 
-def predicted(run: Run) -> Outcome:
-    """The prediction of a run, or why there is none."""
+def predicted(run: Run, execution: str | None = None, sloping: bool = False) -> Outcome:
+    """The prediction of a run, or why there is none.
+
+    `execution`: by default that of the run's software. `sloping`: also the seconds of each class of work.
+    """
+    how = execution_of(run) if execution is None else execution
     if run.tier not in TIERS:
         return Outcome(run, skipped=f"tier {run.tier}")
     try:
-        cluster = cluster_of(run)
-        found = estimate(partition_of(run), cluster, STATES)
+        parts = partition_of(run)
+        cluster = cluster_of(run, how)
+        found = estimate(parts, cluster, STATES)
     except Skipped as reason:
         return Outcome(run, skipped=str(reason))
     except MeshwrightError as error:
         return Outcome(run, skipped=f"{type(error).__name__}: {error.what}")
-    return Outcome(run, found.step_seconds, found.peak_bytes, cluster.device.memory_bytes)
+    peak = found.peak_bytes + accumulated_bytes(run, parts)
+    seconds = run.step_seconds
+    slope = slopes(run, how, parts, cluster, seconds) if sloping and how and seconds else None
+    return Outcome(run, found.step_seconds, peak, cluster.device.memory_bytes, slopes=slope)
+
+
+def without_their_sources(found: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes with steps predicted by constants that were fitted to all sources but their own."""
+    known = [(one, one.slopes) for one in found if one.slopes is not None]
+    errors = left_out([slope for _, slope in known])
+    return [
+        replace(one, step_seconds=(1 + error) * slope.measured)
+        for (one, slope), error in zip(known, errors, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- tables
@@ -179,6 +201,16 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, default=RUNS, help="a file of runs, one JSON object a line")
     parser.add_argument("--device", nargs="*", default=[""], help="runs on devices with one of these words")
     parser.add_argument("--source", nargs="*", default=[""], help="runs of sources with one of these words")
+    parser.add_argument(
+        "--execution",
+        choices=("", *EXECUTIONS),
+        help="of all runs: eager, compiled, fused, or '' for the data sheets; by default as each source says",
+    )
+    parser.add_argument(
+        "--left-out",
+        action="store_true",
+        help="also evaluate each source with constants fitted to the others",
+    )
     parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
     parser.add_argument("--markdown", action="store_true")
     return parser.parse_args(arguments)
@@ -205,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     found: list[Outcome] = []
     for run in chosen(options):
-        found.append(predicted(run))
+        found.append(predicted(run, options.execution, options.left_out))
         one = found[-1]
         console.print(
             " | ".join(line_of(one)) if not one.skipped else f"[dim]{run.id} skipped: {one.skipped}[/]"
@@ -217,6 +249,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.markdown:
         show(("Published runs", HEADINGS, [line_of(one) for one in known]), True)
     show(("Predicted against published steps", SUMMARY, summary(known)), options.markdown)
+    if options.left_out:
+        title = "The same, by constants fitted to all other sources"
+        show((title, SUMMARY, summary(without_their_sources(known))), options.markdown)
     console.print(fitting(known))
     console.print(
         f"{sum(skipped.values())} skipped: " + "; ".join(f"{n} {why}" for why, n in skipped.most_common())

@@ -7,6 +7,7 @@ keep them. What a plan cannot express raises `Skipped` with the reason.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from bench.published_rows import Run
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.execution import RATES
 from meshwright.partition import Partition
 from meshwright.pipeline.meshes import AXIS
 
@@ -44,6 +46,15 @@ MEGATRON = {
     "tokens": {"v": "tp"},
 }
 SEQUENCE = {name: {"a1": "tp"} for name in ("*.norm1", "*.norm2", "norm")}
+FUSED = ("te ", "te/", "fused", "apex", "liger", "flash-attn")  # packages of hand-written kernels
+# Policies that recompute about half of a layer's products (the perceptron's) beside all that is cheap: torchtitan saves
+# every second product and what collectives returned, MaxText and Paxml all but the perceptron's.
+HALF = ("(op)", "except_mlp", "qkv/out")
+
+NEW_KERNELS = ("FA3", "FA4", "cuDNN", "TE")  # as quick as a device's fused attention
+TRITON = (
+    0.6  # FlashAttention of 2022 in Triton over FlashAttention-2: Dao 2023, arXiv 2307.08691, figures 4 to 6
+)
 
 
 class Skipped(Exception):
@@ -103,7 +114,8 @@ def _storage(run: Run) -> dict[str, Any]:
     size = int(next(filter(None, group.groups()))) if group else 0
     shards = {"shard_size": size} if 1 < size < (run.dp or 1) else {}
     each = {"gradient_accumulation_shard": True} if level > 1 and (run.grad_accum or 1) > 1 else {}
-    return {"optimizer_parallel": level, **shards, **each}
+    away = {"offload": ("optimizer",)} if "offload" in (run.distributed_optimizer or "") else {}
+    return {"optimizer_parallel": level, **shards, **each, **away}
 
 
 def _schedule(run: Run, stages: int) -> dict[str, Any]:
@@ -125,15 +137,25 @@ def _layers(first: int, last: int) -> str:
 
 
 def _recompute(run: Run) -> dict[str, Any]:
-    asked = run.activation_recompute or "none"
-    if asked in ("none", "full"):
-        return {} if asked == "none" else {"recompute": "full"}
+    wanted = run.activation_recompute or "none"
+    if wanted in ("none", "full"):
+        return {} if wanted == "none" else {"recompute": "full"}
+    if any(word in wanted for word in HALF):
+        return {"recompute": {"*.mlp": "full", "blocks.*": "selective"}, "recompute_communication": False}
     return {"recompute": "selective"}
 
 
 def fused_attention(run: Run) -> bool:
     """Whether attention is one kernel, as FlashAttention's."""
     return "no flash" not in (run.attention_kernel or "")
+
+
+def execution_of(run: Run) -> str:
+    """The kind of software that a run used, as its source says."""
+    words = (run.compiled or "").lower()
+    if "xla" in words or words.startswith("torch.compile"):
+        return "compiled"
+    return "fused" if any(word in words for word in FUSED) else "eager"
 
 
 def partition_of(run: Run) -> Partition:
@@ -145,10 +167,50 @@ def partition_of(run: Run) -> Partition:
     return lower(captured, plan_captured(captured, wanted.mesh, wanted.mode, wanted.pins, None, techniques))
 
 
-def cluster_of(run: Run) -> Cluster:
+def accumulated_bytes(run: Run, parts: Partition) -> float:
+    """Bytes of a rank's float32 gradients beside the bfloat16 ones, where a run accumulates in float32."""
+    if "fp32 grad" not in run.precision:
+        return 0.0
+    weights = parts.resharded.graph.input_of("parameter")
+    elements = sum(math.prod(entry.type.shape) for entry in weights)
+    return 4.0 * elements / ((run.tp or 1) * (run.pp or 1))
+
+
+def _with_kernel(cluster: Cluster, kernel: str, execution: str) -> Cluster:
+    """The cluster with attention at the rate of the kernel that a source names, where it names one."""
+    rates = RATES.get(cluster.device.name)
+    if rates is None or not kernel:
+        return cluster
+    wanted = rates.fused_attention if any(name in kernel for name in NEW_KERNELS) else rates.attention
+    if "triton" in kernel:
+        wanted *= TRITON
+    today = rates.fused_attention if execution == "fused" else rates.attention
+    known = cluster.measured.corrections
+    factors = {**known, "attention": known.get("attention", 1.0) * today / wanted}
+    return replace(cluster, measured=replace(cluster.measured, corrections=factors))
+
+
+def _limited(cluster: Cluster) -> Cluster:
+    """torchtitan's H100: 96 GB of HBM2e (2.4 TB/s), and 500 W of 700, at which the clock falls with the root."""
+    slower = math.sqrt(700 / 500)
+    known = cluster.measured.corrections
+    factors = {name: known.get(name, 1.0) * slower for name in ("matmul", "attention")}
+    return replace(
+        cluster,
+        device=replace(cluster.device, memory_bytes=96_000_000_000, memory_bytes_per_s=2.4e12),
+        measured=replace(cluster.measured, corrections={**known, **factors}),
+    )
+
+
+def cluster_of(run: Run, execution: str = "") -> Cluster:
     """The preset of a run's device, with the network that its source names."""
     each = min(run.gpus_per_node, run.n_gpus)
-    cluster = Cluster.preset(PRESETS[run.device], nodes=run.n_gpus // each, ranks_per_node=each)
+    nodes = run.n_gpus // each
+    cluster = Cluster.preset(PRESETS[run.device], nodes=nodes, ranks_per_node=each, execution=execution)
+    if execution:
+        cluster = _with_kernel(cluster, run.attention_kernel or "", execution)
+    if "500W" in run.device:
+        cluster = _limited(cluster)
     found = SPEED.search(run.interconnect or "")
     if found is None or len(cluster.levels) == 1:
         return cluster

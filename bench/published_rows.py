@@ -91,6 +91,7 @@ class Run(Struct, frozen=True):
     dp: Count | None = None
     dp_sharding: str | None = None
     zero_level: Count | None = None
+    distributed_optimizer: str | None = None
     sequence_parallel: bool | None = None
     activation_recompute: str | None = None
     compiled: str | None = None

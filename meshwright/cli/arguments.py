@@ -18,11 +18,11 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # moments that are kept of each parameter
-SHAPES = "preset:h100:2x8 is 2 nodes of 8 ranks, preset:h100:8 one node of 8"
+SHAPES = "preset:h100:2x8 is 2 nodes of 8 ranks, preset:h100:8 one node of 8, preset:h100:8:eager as eager PyTorch runs"
 
 
 def open_cluster(text: str) -> Cluster:
-    """``cluster.yaml``, ``preset:h100:2x8`` or ``local:4``. Raises ClusterError."""
+    """``cluster.yaml``, ``preset:h100:2x8``, ``preset:h100:2x8:eager`` or ``local:4``. Raises ClusterError."""
     from meshwright.cost.cluster import Cluster
 
     kind, _, rest = text.partition(":")
@@ -32,9 +32,13 @@ def open_cluster(text: str) -> Cluster:
         name, _, shape = rest.partition(":")
         if not shape:
             return Cluster.preset(name)
+        shape, _, execution = shape.partition(":")
         nodes, cross, ranks = shape.rpartition("x")
         return Cluster.preset(
-            name, nodes=_whole(nodes, text) if cross else 1, ranks_per_node=_whole(ranks, text)
+            name,
+            nodes=_whole(nodes, text) if cross else 1,
+            ranks_per_node=_whole(ranks, text),
+            execution=execution,
         )
     if not Path(text).exists() and re.fullmatch(r"[\w.-]+", text) and not text.endswith((".yaml", ".yml")):
         from meshwright.cost.presets import ALIASES, names

@@ -17,6 +17,7 @@ from meshwright.core.mesh import Axis, Mesh
 from meshwright.cost import cluster_file, cluster_text, presets
 from meshwright.cost import local_machine as local
 from meshwright.cost.cluster_data import Curve, Description, Device, Level, Measured
+from meshwright.cost.execution import typical
 from meshwright.errors import ClusterError, path_from
 from meshwright.redistribute.prices import Prices
 
@@ -29,12 +30,14 @@ class Cluster(Description):
     """
 
     @staticmethod
-    def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
+    def preset(name: str, nodes: int = 1, ranks_per_node: int = 8, execution: str = "") -> Cluster:
         """Return a well-known machine by the numbers of its data sheets.
 
-        Raises ClusterError for an unknown name, with the known ones.
+        With an `execution` (``eager``, ``compiled`` or ``fused``) by what training typically reaches on it
+        (`meshwright.cost.execution`). Raises ClusterError for an unknown name, with the known ones.
         """
-        return _cluster(presets.preset(name, nodes, ranks_per_node))
+        found = presets.preset(name, nodes, ranks_per_node)
+        return _cluster(typical(found, execution) if execution else found)
 
     @staticmethod
     def local(nproc: int = 1) -> Cluster:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bench import published
+from bench.published_fit import Slopes, fitted, left_out, with_factors
 from bench.published_plan import Skipped, asked, cluster_of, partition_of
 from bench.published_rows import RUNS, Decoder, Measured, RowError, read
 from meshwright.cost.cluster import Cluster
@@ -120,8 +121,26 @@ def test_the_table_is_printed_and_written(tmp_path, capsys):
     row = json.loads(RUNS.read_text().splitlines()[0])
     sizes = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 96, "vocab": 128}
     row |= {"model": row["model"] | sizes, "seq": 32}
-    path.write_text("\n".join(json.dumps(row | change) for change in ({}, {"id": "pub-x", "tier": "C"})))
+    changes = {}, {"id": "pub-x", "tier": "C"}, {"id": "pub-y", "device": "GB200-NVL72"}
+    path.write_text("\n".join(json.dumps(row | change) for change in changes))
     published.main(["--rows", str(path), "--json", str(out), "--markdown"])
     shown = capsys.readouterr().out
-    assert "1 skipped: 1 tier C" in shown and "| all | 1 |" in shown
-    assert [bool(one["skipped"]) for one in json.loads(out.read_text())] == [False, True]
+    assert "2 skipped: 1 tier C; 1 no preset of GB200-NVL72" in shown and "| all | 1 |" in shown
+    assert [bool(one["skipped"]) for one in json.loads(out.read_text())] == [False, True, True]
+
+
+def test_a_planted_factor_is_found_and_a_source_is_evaluated_without_itself():
+    def row(source, products, memory, slower):
+        seconds = {"matmul": products, "attention": 0.0, "memory": memory, "launch": 0.0, "waited": 0.0}
+        measured = slower * (products + memory) + 0.1
+        total = products + memory + 0.1
+        overlapped = {"hidden": 0.0, "hidden_rows": 0.0}
+        return Slopes(source, "a device", "fused", measured, total, seconds | overlapped)
+
+    honest = [row(f"s{n}", 1.0 + n, 2.0, 1.1) for n in range(6)]
+    odd = row("odd", 2.0, 1.0, 3.0)
+    factors = fitted(honest)
+    assert all(abs(with_factors(one, factors) / one.measured - 1) < 0.02 for one in honest)
+    errors = left_out([*honest, odd])
+    assert errors[-1] == pytest.approx(with_factors(odd, factors) / odd.measured - 1)
+    assert errors[-1] < -0.5 and max(map(abs, errors[:-1])) < 0.1
