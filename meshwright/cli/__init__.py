@@ -10,7 +10,7 @@ import sys
 import typer
 
 import meshwright
-from meshwright.cli import calibrate, convert, diff, estimate, explain, goodput, plan, run, verify
+from meshwright.cli import calibrate, convert, diff, estimate, explain, goodput, plan, run, scheduler, verify
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ app.command(name="diff")(diff.diff)
 app.command(name="goodput")(goodput.goodput)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="convert")(convert.convert)
+app.command(name="scheduler")(scheduler.scheduler)
 app.command(name="run", context_settings=run.CONTEXT)(run.run)
 
 

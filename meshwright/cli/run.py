@@ -1,7 +1,8 @@
-"""`meshwright run`: start the ranks of a script on this machine."""
+"""`meshwright run`: start the ranks of a script, on this machine or as one of several."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 # What stands after the script is the script's own, options too.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+SEVERAL = "Several machines"
 
 
 def run(
@@ -22,8 +24,15 @@ def run(
         typer.Argument(metavar="[ARGS]...", help="Passed on to the script.", show_default=False),
     ] = None,
     nproc: Annotated[
-        str, typer.Option("--nproc", "-n", metavar="N", help="How many ranks to start on this machine.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            "--nproc",
+            "-n",
+            metavar="N",
+            help="How many ranks to start on this machine, 1 if left out; 8,8,4 says it of each machine.",
+            show_default=False,
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in python -m.")
     ] = False,
@@ -33,6 +42,24 @@ def run(
             help="Folder for rank0.log, rank1.log, …; if left out, a temporary one, kept when a rank fails."
         ),
     ] = None,
+    tail: Annotated[
+        str | None,
+        typer.Option(metavar="RANK", help="The rank that is shown; if left out, the first of this machine."),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help='Bind ranks to cores: numa, cores, or a map by local rank, {"0": "0-7", "1": "8-15"}.',
+            show_default=False,
+        ),
+    ] = "",
+    background: Annotated[
+        bool, typer.Option("--background/--join", help="Return at once; the job writes to --log-dir alone.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what each machine would start, and start nothing.")
+    ] = False,
     max_restarts: Annotated[
         str, typer.Option(metavar="N", help="Start all ranks again after a failure, so many times.")
     ] = "0",
@@ -55,16 +82,96 @@ def run(
             "end the attempt. 0: never.",
         ),
     ] = "600",
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="How many machines the job has.", rich_help_panel=SEVERAL, show_default="1"
+        ),
+    ] = None,
+    world_size: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="How many ranks the job has in all.", rich_help_panel=SEVERAL),
+    ] = None,
+    node_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I",
+            help="The number of this machine, from 0; if left out, the order in which they come.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the scheduler is: machine 0, or that of meshwright scheduler. Also MESHWRIGHT_MASTER.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    node_id: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The name under which this machine may come again. Also MESHWRIGHT_NODE_ID.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The secret of the job; machine 0 makes the file. Also MESHWRIGHT_SECRET_FILE, MESHWRIGHT_SECRET.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="ca.pem, cert.pem and key.pem for TLS; if left out, they are made for the job.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="No secret and no TLS: whoever reaches the port is trusted.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = False,
+    cluster_time_out: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long to wait for the other machines; -1: for ever.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = "600",
 ) -> None:
-    """Start N ranks of a script on this machine.
+    """Start N ranks of a script on this machine, or on each of several.
 
     Rank 0 is shown, all are logged, and none outlives the launcher.
     The exit code is that of the rank that failed first.
     """
     from meshwright.launch.job import Job, check, count, duration
+    from meshwright.launch.nodes import placed
 
+    nodes, counts = placed(
+        os.environ,
+        nproc=nproc,
+        nnodes=nnodes,
+        world=world_size,
+        index=node_rank,
+        master_at=master,
+        id=node_id,
+        secret=secret,
+        certificates=certificates,
+        insecure=insecure,
+        wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
+    )
     job = Job(
-        nproc=count(nproc, "--nproc"),
+        nproc=counts[nodes.index if nodes is not None and len(counts) > 1 else 0],
         target=target,
         args=tuple(args or ()),
         module=module,
@@ -73,8 +180,17 @@ def run(
         poll_seconds=duration(monitor_interval, "--monitor-interval"),
         grace_seconds=duration(grace, "--grace"),
         hang_seconds=duration(hang_after, "--hang-after"),
+        nodes=nodes,
+        counts=counts if len(counts) > 1 else (),
+        bind=bind,
+        tail=None if tail is None else count(tail, "--tail"),
     )
-    check(job)  # before torch is imported: a typing error is answered at once
+    job = check(job)  # before torch is imported: a typing error is answered at once
+    if dry_run or background:
+        from meshwright.launch import detached
+
+        print(detached.described(job) if dry_run else detached.start(job, sys.argv))
+        return
 
     from meshwright.launch import launch
 

@@ -1,8 +1,9 @@
 """Run a job: attempts, signals, logs, and the first failure.
 
-Each attempt has processes, a folder of records, a store and a port of its own. Nothing of it listens beyond the
-loopback address, and nothing that comes from a socket is unpickled. (torch's elastic agent does both, keeps one store
-for all its restarts, and gives ranks half a minute to end after a failure, whatever it is told.)
+Each attempt has processes, a folder of records, a store and a port of its own. On one machine nothing of it listens
+beyond the loopback address; over several, only the scheduler and the back ends do. Nothing from a socket is unpickled.
+(torch's elastic agent listens and unpickles, keeps one store for all its restarts, and gives ranks half a minute to end
+after a failure, whatever it is told.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,12 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.launch import bootstrap, failure, reaper, terminal
+from meshwright.launch import bind, bootstrap, failure, reaper, terminal
 from meshwright.launch.hang_watch import Watch
 from meshwright.launch.job import Job, check
+from meshwright.launch.membership import Member, Stopped
+from meshwright.launch.nodes import trusted
 from meshwright.launch.outcome import Outcome
-from meshwright.launch.port import LOOPBACK, Port
+from meshwright.launch.port import Port
 from meshwright.launch.ranks import Ranks
+from meshwright.launch.span import Alone, Span
+from meshwright.scheduler.client import Place
+from meshwright.scheduler.trust import SECRET, Trust
 
 HANGS = 124  # the exit code of a job that was ended because it hung, as that of `timeout`
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -34,21 +39,18 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 AFTER_FAILURE_SECONDS = 2.0
 
 
-class _Stopped(Exception):
-    """The launcher was asked to stop."""
-
-
 def run(job: Job) -> Outcome:
     """Run a job to its end: see `meshwright.launch.launch`."""
-    check(job)
+    job = check(job)
+    secret = "" if job.nodes is None else trusted(job.nodes)
     folder = job.log_dir.resolve() if job.log_dir else Path(tempfile.mkdtemp(prefix="meshwright-"))
     records = Path(tempfile.mkdtemp(prefix="meshwright-"))  # which nobody else may read
     outcome = Outcome(0)
     heard: list[int] = []
     try:
-        with _signals(heard):
-            outcome = _attempts(job, folder, records, heard)
-    except _Stopped:
+        with _signals(heard), _party(job, secret, records, folder, heard) as party:
+            outcome = _attempts(job, party, folder, records, heard)
+    except Stopped:
         outcome = Outcome(128 + heard[0])
     finally:
         shutil.rmtree(records, ignore_errors=True)
@@ -57,104 +59,124 @@ def run(job: Job) -> Outcome:
     return outcome
 
 
-def _attempts(job: Job, folder: Path, records: Path, heard: list[int]) -> Outcome:
+def _party(job: Job, secret: str, records: Path, folder: Path, heard: list[int]) -> Alone | Member:
+    """Who decides with whom this machine runs an attempt."""
+    if job.nodes is None:
+        return Alone(job.nproc, job.restarts)
+    place = Place(job.nodes.host, job.nodes.port, Trust(secret, job.nodes.certificates))
+    return Member(job.nodes, place, job.nproc, job.restarts, records, folder, lambda: bool(heard))
+
+
+def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, heard: list[int]) -> Outcome:
     """As many attempts as the job may have, until one succeeds."""
     run_id = f"meshwright-{uuid.uuid4().hex}"
-    outcome = Outcome(0)
     with reaper.guard(run_id):
-        for rank in range(job.nproc):
-            (folder / f"rank{rank}.log").unlink(missing_ok=True)
-        for attempt in range(job.restarts + 1):
-            outcome = _attempt(job, attempt, f"{run_id}-{attempt}", folder, records, heard)
-            if outcome.failure is None or attempt == job.restarts:
-                break
-            print(f"{outcome.failure}\nattempt {attempt + 2} of {job.restarts + 1}:", file=sys.stderr)
+        fresh = True
+        while True:
+            for left in records.glob("*"):  # of an attempt before
+                left.unlink()
+            span = party.begin()
+            for rank in span.ranks if fresh else ():
+                (folder / f"rank{rank}.log").unlink(missing_ok=True)
+            fresh = False
+            outcome = _attempt(job, party, span, f"{run_id}-{span.attempt}", folder, records, heard)
+            outcome, again = party.end(outcome)
+            if not again:
+                return outcome
+            print(f"{outcome.failure}\nattempt {span.attempt + 2} of {job.restarts + 1}:", file=sys.stderr)
             # a failed rank may have left children that hold ports, memory or a GPU
             reaper.sweep(run_id)
-    return outcome
 
 
-def _attempt(job: Job, attempt: int, run_id: str, folder: Path, records: Path, heard: list[int]) -> Outcome:
-    watch = Watch(records, folder, job.nproc, job.hang_seconds, run_id)
-    shared = {**os.environ, "TORCHELASTIC_RUN_ID": run_id}
-    with terminal.shown(folder / "rank0.log"), watch, Port(shared) as port:
-        settings = _settings(job, attempt, folder, records)
+def _attempt(
+    job: Job, party: Alone | Member, span: Span, run_id: str, folder: Path, records: Path, heard: list[int]
+) -> Outcome:
+    alone = span.places == 1
+    watch = Watch(records, folder, span.nproc, job.hang_seconds if alone else 0, run_id)
+    shared = {name: value for name, value in os.environ.items() if name != SECRET}
+    shared["TORCHELASTIC_RUN_ID"] = run_id
+    shown = _shown(job, span)
+    with terminal.shown(folder / f"rank{shown}.log"), watch, Port(shared) as port:
+        settings = _settings(job, span, folder, records, shown)
         command = (sys.executable, "-I", "-S", bootstrap.__file__, json.dumps(settings), *job.command)
-        envs = [{**shared, **_rank_env(job, rank, port.number)} for rank in range(job.nproc)]
-        ranks = Ranks([(command, env) for env in envs], records, folder)
-        while ranks.running() and not ranks.failed() and not heard:
+        number = port.number if span.master is None else span.master
+        envs = {rank: {**shared, **span.rank_env(rank - span.first, number)} for rank in span.ranks}
+        ranks = Ranks({rank: (command, env) for rank, env in envs.items()}, records, folder)
+        while ranks.running() and not ranks.failed() and not heard and not party.over():
             port.look()
             time.sleep(job.poll_seconds)
         if heard:
             ranks.stop(heard[0], job.grace_seconds, lambda: len(heard) > 1)
-            raise _Stopped
+            party.stopped(128 + heard[0])
+            raise Stopped
+        cut_short = bool(ranks.running()) and not ranks.failed()
         ranks.stop(signal.SIGTERM, min(job.grace_seconds, AFTER_FAILURE_SECONDS))
     if heard:
-        raise _Stopped
+        party.stopped(128 + heard[0])
+        raise Stopped
+    return _outcome(job, span, ranks, watch, folder, cut_short)
+
+
+def _outcome(job: Job, span: Span, ranks: Ranks, watch: Watch, folder: Path, cut_short: bool) -> Outcome:
+    """How an attempt has ended on this machine. `cut_short`: another one has ended it."""
     ends = ranks.failures()
+    if cut_short:
+        ends = [end for end in ends if failure.raised(end) and not failure.lost_a_peer(failure.tail(end.log))]
     if not ends:
-        return Outcome(0, None, job.log_dir)
+        return Outcome(0, None, job.log_dir, cut_short=cut_short)
     if watch.found is not None:
         return Outcome(HANGS, watch.found, folder)
     end = failure.first(ends)
-    error = failure.explain(end, ends, job.nproc, attempt=attempt + 1)
+    error = failure.explain(end, ends, span.world, attempt=span.attempt + 1, shown=_shown(job, span))
     # Who is still on its way out when others notice is stopped by the launcher.
     stopped = {e.rank for e in ends if e.stopped and not failure.raised(e)}
-    whole = set(range(job.nproc)) - {e.rank for e in ends} | {r for r in stopped if watch.ended(r)}
-    if whole and failure.lost_a_peer(failure.tail(end.log)):
+    whole = set(span.ranks) - {e.rank for e in ends} | {r for r in stopped if watch.ended(r)}
+    lost = failure.lost_a_peer(failure.tail(end.log))
+    if whole and lost:
         done = [folder / f"rank{rank}.log" for rank in sorted(whole)]
-        error = failure.ended_early(error, done, job.nproc)
+        error = failure.ended_early(error, done, span.world)
     if odd := watch.left_out():
         error = LaunchError(
             error.what, why=f"{odd}\n         {error.why}", where=error.where, hint=error.hint
         )
-    return Outcome(end.status, error, folder)
+    return Outcome(end.status, error, folder, peer_lost=lost)
 
 
-def _settings(job: Job, attempt: int, folder: Path, records: Path) -> dict[str, object]:
+def _shown(job: Job, span: Span) -> int:
+    """The rank that is shown on the terminal, if it is one of this machine's."""
+    return span.first if job.tail is None else job.tail
+
+
+def _settings(job: Job, span: Span, folder: Path, records: Path, shown: int) -> dict[str, object]:
     """Return the settings of `bootstrap.py`."""
+    bound = bind.cores_of_ranks(job.bind, job.nproc, bind.allowed(), bind.numa_nodes()) if job.bind else []
     return {
         "launcher": os.getpid(),
         "log_dir": str(folder),
         "records": str(records),
         "watched": bool(job.hang_seconds),
-        "env": _default_env(job),
+        "env": _default_env(span, bound),
         "fixed_env": {
             "PYTHONUNBUFFERED": "1",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(span.attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(job.restarts),
         },
+        "shown": shown,
         "shown_env": terminal.shown_env(),
+        "cores": [sorted(cores) for cores in bound],
     }
 
 
-def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:
-    """Return the environment variables of a rank, under the names that `torchrun` uses."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.nproc))
-    return {
-        **ranks,
-        **sizes,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "rank",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank makes one
-    }
-
-
-def _default_env(job: Job) -> dict[str, str]:
+def _default_env(span: Span, bound: list[frozenset[int]]) -> dict[str, str]:
     """Return environment variables that a rank gets unless the user's environment sets them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(map(len, bound)) if bound else len(bind.allowed()) // span.nproc
     env = {
-        "OMP_NUM_THREADS": str(max(1, cores // job.nproc)),
+        "OMP_NUM_THREADS": str(max(1, cores)),
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves a stack in the log
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):  # all ranks are here; the machine's name need not resolve
-            env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
+    if span.interface:  # the machine's name need not resolve, nor to an address that others reach
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), span.interface)
     return env
 
 

@@ -3,7 +3,8 @@
 Run as ``python -I -S bootstrap.py SETTINGS command...`` where SETTINGS is JSON: `launcher` (a process id), `log_dir`,
 `records` (a folder of this attempt alone, in which ranks meet and leave words for the launcher), `watched` (whether
 each keeps a record there, see `meshwright.heartbeat`), `env` (defaults that the user's own environment wins
-over), `fixed_env`, `shown_env` (for local rank 0, which is shown on the terminal). It ends in `exec`, so the script is
+over), `fixed_env`, `shown_env` (for the rank `shown`, which is shown on the terminal), `cores` (by local rank, those
+it may use; empty: all). It ends in `exec`, so the script is
 `__main__` of an ordinary interpreter: tracebacks, pickling and multiprocessing are those of ``python script.py``.
 """
 
@@ -27,7 +28,9 @@ def die_with(launcher: int) -> None:
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     die_with(settings["launcher"])
-    shown = os.environ["LOCAL_RANK"] == "0"
+    shown = os.environ["RANK"] == str(settings["shown"])
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"][int(os.environ["LOCAL_RANK"])])
     env = {
         **settings["env"],
         **os.environ,

@@ -101,10 +101,12 @@ def final_error(text: str) -> str:
     return found[0] if found else ""
 
 
-def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: int = 1) -> LaunchError:
+def explain(
+    end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: int = 1, shown: int = 0
+) -> LaunchError:
     """The error that the launcher ends with: which rank, how, the end of its log, and where to read more.
 
-    `end` is the first of all `ends`. Rank 0 was shown on the terminal, so what it said is not said again.
+    `end` is the first of all `ends`. Rank `shown` was shown on the terminal, so what it said is not said again.
     """
     text = PREFIX.sub("", tail(end.log))
     error = final_error(text)
@@ -116,12 +118,12 @@ def explain(end: RankEnd, ends: Sequence[RankEnd], world_size: int, *, attempt: 
     what = f"rank {end.rank} of {world_size} {how}" + (f": {error}" if error else "")
     if attempt > 1:
         what += f" (attempt {attempt})"
-    shown = end.rank == 0
-    if not hint and not shown and any(e.rank == 0 and lost_a_peer(tail(e.log)) for e in ends):
-        hint = f"look at rank {end.rank}: the error of rank 0 above only says that it lost a peer"
+    seen = end.rank == shown
+    if not hint and not seen and any(e.rank == shown and lost_a_peer(tail(e.log)) for e in ends):
+        hint = f"look at rank {end.rank}: the error of rank {shown} above only says that it lost a peer"
     if not text:
         why = "it wrote nothing"
-    elif shown:
+    elif seen:
         why = "its last words are above"
     else:
         start = text.rfind("Traceback (most recent call last)")

@@ -72,8 +72,6 @@ class Watch:
         self._told = False
 
     def __enter__(self) -> Watch:
-        for left in self.records.glob("*"):  # of an attempt before
-            left.unlink()
         if self.seconds:
             self._thread.start()
         return self

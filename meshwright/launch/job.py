@@ -10,6 +10,8 @@ from pathlib import Path
 
 from meshwright.core.type_guards import is_number, is_whole
 from meshwright.errors import LaunchError, a_type, did_you_mean, path_from
+from meshwright.launch import bind
+from meshwright.launch.nodes import Nodes, check_nodes
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
 MOST_PROCESSES = 4096  # beyond, a machine ends before the job begins
@@ -23,7 +25,9 @@ class Job:
     failure; each has its own store and port. `poll_seconds`: time between two checks of the ranks. `grace_seconds`:
     time that a rank has to stop before it is killed; at most two seconds after the failure of another rank, since
     nothing that it waits for will come. `hang_seconds`: time without any progress after which a hang is diagnosed, 0
-    for never.
+    for never; over several machines nobody looks. `nodes`: the machines, None for this one alone;
+    `counts`: the ranks of each, where that is known. `bind`: ``numa``,
+    ``cores`` or a map of cores as JSON. `tail`: the rank that is shown, by default the first of this machine.
     """
 
     nproc: int
@@ -35,6 +39,10 @@ class Job:
     poll_seconds: float = 0.1
     grace_seconds: float = 5.0
     hang_seconds: float = HANG_SECONDS
+    nodes: Nodes | None = None
+    counts: tuple[int, ...] = ()
+    bind: str = ""
+    tail: int | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -84,6 +92,15 @@ def check(job: Job) -> Job:
             hint="--hang-after 0 never looks who hangs",
         )
     job = _with_words(job)
+    if job.bind:
+        bind.cores_of_ranks(job.bind, job.nproc, bind.allowed(), bind.numa_nodes())
+    if job.nodes is not None:
+        job = replace(job, nodes=check_nodes(job.nodes, job.nproc))
+    world = job.nproc if job.nodes is None else job.nodes.world
+    if job.tail is not None and (not is_whole(job.tail) or job.tail < 0 or (world and job.tail >= world)):
+        raise LaunchError(
+            f"--tail is {job.tail!r}", why=f"ranks count from 0 to {world - 1}", hint="--tail 0"
+        )
     (_check_module if job.module else _check_script)(job.target)
     if job.log_dir is not None:
         _check_log_dir(job.log_dir)

@@ -7,6 +7,7 @@ connects, a process of its own (this file) becomes the store behind it. Jobs of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -36,6 +37,11 @@ class Port:
     def look(self) -> None:
         """Start the store if somebody has come for it."""
         if self._store is None and select.select([self._socket], [], [], 0)[0]:
+            self.start()
+
+    def start(self) -> None:
+        """Start the store, if it is not there."""
+        if self._store is None:
             handle = self._socket.fileno()
             self._store = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(handle), str(self.number), str(os.getpid())],
@@ -50,6 +56,30 @@ class Port:
             self._store.kill()
             self._store.wait()
         self._socket.close()
+
+
+class Stores:
+    """Of each attempt of a job over several machines one, on the scheduler's, within a ``with`` block: nodes come to it
+    through the scheduler. Those of earlier attempts end when the next one begins."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._ports = contextlib.ExitStack()
+        self._port: Port | None = None
+
+    def __enter__(self) -> Stores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ports.close()
+
+    def port(self, attempt: int) -> int:
+        """The number of the port of an attempt, started when it is asked for."""
+        if self._port is None or attempt != self._attempt:
+            self._ports.close()
+            self._port, self._attempt = self._ports.enter_context(Port(dict(os.environ))), attempt
+            self._port.start()
+        return self._port.number
 
 
 def main() -> None:

@@ -26,21 +26,21 @@ class Ranks:
     `logs`: the folder of their logs."""
 
     def __init__(
-        self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], records: Path, logs: Path
+        self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], records: Path, logs: Path
     ) -> None:
         self.records, self.logs = records, logs
         self._stopped: set[int] = set()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            for command, env in commands:
-                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True))
+            for rank, (command, env) in commands.items():
+                self._processes[rank] = subprocess.Popen(command, env=env, start_new_session=True)
         except BaseException:
             self.stop(signal.SIGKILL, 0.0)
             raise
 
     def running(self) -> list[int]:
         """The ranks that have not ended."""
-        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        return [rank for rank, process in self._processes.items() if process.poll() is None]
 
     def raised(self, rank: int) -> bool:
         """Return whether a rank has said that its script raised."""
@@ -48,7 +48,7 @@ class Ranks:
 
     def failed(self) -> bool:
         """Return whether a rank has ended with an error, or is about to."""
-        return any(p.poll() or self.raised(rank) for rank, p in enumerate(self._processes))
+        return any(p.poll() or self.raised(rank) for rank, p in self._processes.items())
 
     def stop(self, number: int, seconds: float, now: Callable[[], bool] = lambda: False) -> None:
         """Ask all that run to stop, and kill those that have not within a time, or as soon as `now` is true. A rank
@@ -61,7 +61,7 @@ class Ranks:
             time.sleep(LOOK_SECONDS)
         for rank in self.running():
             self._signal(rank, signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             # a process that the kernel cannot end now (uninterruptible sleep) must not hold up the launcher
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(1.0, seconds))
@@ -74,7 +74,7 @@ class Ranks:
     def failures(self) -> list[RankEnd]:
         """How those ended that did not end well."""
         ends = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             code = process.poll()
             code = -signal.SIGKILL if code is None else code
             if code == 0 and self.raised(rank):

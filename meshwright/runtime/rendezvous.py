@@ -18,7 +18,9 @@ from meshwright.core.mesh import Mesh
 from meshwright.errors import MeshwrightError, PeerLost, RunError
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
+from meshwright.runtime.scheduler_store import SchedulerStore
 from meshwright.runtime.stores import FileStore, PrefixStore, Store, put
+from meshwright.scheduler.client import FILE as SCHEDULER_FILE
 
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
 
@@ -52,6 +54,10 @@ def _store(timeout: timedelta) -> tuple[Store, int, int]:
     file = heartbeat.store()
     if file is None:
         return next(rendezvous("env://", timeout=timeout))
+    scheduler = file.with_name(SCHEDULER_FILE)
+    if scheduler.exists():  # over several machines
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        return SchedulerStore.of(scheduler, f"{attempt}/", timeout), int(os.environ["RANK"]), launched_world()
     store = FileStore(str(file))
     store.set_timeout(timeout)
     return store, int(os.environ["RANK"]), launched_world()

@@ -38,8 +38,14 @@ class Launches:
         (self.folder / name).write_text(textwrap.dedent(body))
         return name
 
-    def start(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "meshwright.cli", "run", *map(str, arguments)]
+    def start(
+        self,
+        *arguments: object,
+        env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+        verb: str = "run",
+    ) -> subprocess.Popen[str]:
+        command = [*prefix, sys.executable, "-m", "meshwright.cli", verb, *map(str, arguments)]
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "FORCE_COLOR")}
         process = subprocess.Popen(
             command,

@@ -1,0 +1,85 @@
+"""`meshwright scheduler`: the scheduler of a job over several machines, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def scheduler(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to listen: what nodes have as --master. Also MESHWRIGHT_MASTER, MS_SCHED_HOST and _PORT.",
+            show_default=False,
+        ),
+    ] = None,
+    nnodes: Annotated[
+        str | None, typer.Option(metavar="N", help="How many machines the job has; if left out, they say it.")
+    ] = None,
+    world_size: Annotated[
+        str | None, typer.Option(metavar="N", help="How many ranks the job has in all. Also MS_WORKER_NUM.")
+    ] = None,
+    max_restarts: Annotated[
+        str,
+        typer.Option(metavar="N", help="Let the nodes start all ranks again after a failure, so many times."),
+    ] = "0",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where to keep what must outlive this process; started again, it goes on from there.",
+        ),
+    ] = None,
+    node_time_out: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a node may be silent before it is lost.",
+            envvar="MS_NODE_TIMEOUT",
+        ),
+    ] = "30",
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The secret of the job; made if it is not there. Also MESHWRIGHT_SECRET."
+        ),
+    ] = None,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="ca.pem, cert.pem and key.pem for TLS; if left out, they are made for the job.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No secret and no TLS: whoever reaches the port is trusted.")
+    ] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Go on when the job has ended.")] = False,
+) -> None:
+    """Own the members, the keys and the values of a job over several machines.
+
+    Workers come in any order, and may come again. It ends when the job ends.
+    """
+    from meshwright.launch.job import count, duration
+    from meshwright.launch.scheduler_process import run, settings
+
+    told = settings(
+        os.environ,
+        listen=listen,
+        nodes=count(nnodes or 0, "--nnodes"),
+        world=count(world_size or os.environ.get("MS_WORKER_NUM") or 0, "--world-size"),
+        restarts=count(max_restarts, "--max-restarts"),
+        state=str(state or ""),
+        certificates=str(certificates or ""),
+        node_seconds=duration(node_time_out, "--node-time-out"),
+        stays=stay,
+    )
+    from meshwright.launch.nodes import Nodes, trusted
+
+    key = trusted(Nodes(told.nodes, told.host, told.port, index=0, secret=secret, insecure=insecure))
+    raise typer.Exit(run(told, key))

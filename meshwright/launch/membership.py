@@ -1,0 +1,258 @@
+"""One of several machines: it finds or starts the scheduler, waits for the others, and hears how an attempt ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import LaunchError
+from meshwright.launch.interfaces import interface_of
+from meshwright.launch.nodes import Nodes, is_here
+from meshwright.launch.outcome import Outcome
+from meshwright.launch.span import Span
+from meshwright.scheduler import messages as m
+from meshwright.scheduler.client import FILE, Client, Place, Unreachable, connect
+from meshwright.scheduler.trust import SECRET
+from meshwright.scheduler.tunnel import Tunnel
+
+TURN_SECONDS = 1.0  # of one wait for the others, after which the launcher looks whether it was asked to stop
+WATCH_SECONDS = 5.0
+QUIET_SECONDS = 5.0  # before it says for whom it waits
+REPORT_SECONDS = 60.0  # for a scheduler that is away when an attempt has ended
+START_SECONDS = 60.0  # for the scheduler's process to listen
+
+
+class Stopped(Exception):
+    """The launcher was asked to stop."""
+
+
+class Member:
+    """This machine as a member of a job, within a ``with`` block. `heard`: whether the launcher shall stop. `records`:
+    the folder in which its ranks find the scheduler; `logs`: where the scheduler writes."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        place: Place,
+        nproc: int,
+        restarts: int,
+        records: Path,
+        logs: Path,
+        heard: Callable[[], bool],
+    ) -> None:
+        self._nodes, self._place, self._restarts = nodes, place, restarts
+        self._node = m.Node(nodes.id, socket.gethostname(), nproc, nodes.index)
+        self._records, self._logs, self._heard = records, logs, heard
+        self._client = Client(place, patience=TURN_SECONDS)
+        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._tunnel: Tunnel | None = None
+        self._attempt = 0
+        self._state = m.State(0)
+        self._news = threading.Condition()
+
+    # ---- beginning and end
+
+    def __enter__(self) -> Member:
+        nodes = self._nodes
+        first = nodes.index == 0 or (nodes.index < 0 and is_here(nodes.host, nodes.port))
+        if first and not _listens(self._place):
+            self._start_scheduler()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._attempt = -1  # ends the thread that watches
+        self._close_tunnel()
+        with contextlib.suppress(LaunchError):
+            self._client.ask(m.Leave(self._node.id), m.Done)
+        self._client.close()
+        if self._scheduler is not None:
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # it stays until all have heard how the job ended
+                self._scheduler.wait(START_SECONDS if self._state.settled and not self._heard() else 0.0)
+            self._scheduler.terminate()
+            self._scheduler.wait()
+
+    def _start_scheduler(self) -> None:
+        """Start a scheduler that ends with this launcher."""
+        nodes, log = self._nodes, self._logs / "scheduler.log"
+        settings = {
+            "host": nodes.host,
+            "port": nodes.port,
+            "nodes": nodes.count,
+            "world": nodes.world,
+            "restarts": self._restarts,
+            "certificates": str(nodes.certificates or ""),
+            "launcher": os.getpid(),
+        }
+        command = [sys.executable, "-P", "-m", "meshwright.launch.scheduler_process", json.dumps(settings)]
+        env = {**os.environ, SECRET: self._place.trust.secret}
+        with log.open("wb") as out:
+            self._scheduler = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        end = time.monotonic() + START_SECONDS
+        while self._scheduler.poll() is None and b"scheduler at" not in log.read_bytes():
+            if time.monotonic() > end or self._heard():
+                break
+            time.sleep(0.02)
+        if self._scheduler.poll() is not None and not _listens(self._place):  # else another node was faster
+            told = log.read_text(errors="replace").strip()
+            raise LaunchError(told.removeprefix("LaunchError: ") or "the scheduler ended", where=f"log {log}")
+
+    # ---- attempts
+
+    def begin(self) -> Span:
+        """Wait for the other machines; the ranks of this one in the next attempt. Raises LaunchError with the names of
+        those that have not come."""
+        nodes, began, told = self._nodes, time.monotonic(), ""
+        forever = nodes.wait_seconds < 0
+        join = m.Join(self._node, nodes.count, nodes.world, self._restarts, 0.0, TURN_SECONDS)
+        while True:
+            if self._heard():
+                raise Stopped
+            waited = time.monotonic() - began
+            late = not forever and waited > nodes.wait_seconds
+            try:
+                asked = m.Join(join.node, join.nodes, join.world, join.restarts, time.time(), join.seconds)
+                answer = self._client.ask(asked, m.Formed | m.Waiting, TURN_SECONDS)
+            except Unreachable as error:
+                if late:
+                    raise error from None
+                continue
+            if isinstance(answer, m.Formed):
+                return self._formed(answer)
+            if late:
+                raise _missing(answer, nodes.wait_seconds)
+            missing = ", ".join(answer.absent)
+            if waited > QUIET_SECONDS and missing != told:
+                print(f"waiting for {missing}", file=sys.stderr, flush=True)
+                told = missing
+
+    def _formed(self, formed: m.Formed) -> Span:
+        order, own = formed.nodes, [node.id for node in formed.nodes].index(self._node.id)
+        self._attempt, self._state = formed.attempt, m.State(0)
+        self._close_tunnel()
+        self._tunnel = Tunnel(self._place, formed.attempt).__enter__()
+        self._place.write(self._records / FILE)
+        threading.Thread(target=self._follow, args=(formed.attempt,), daemon=True).start()
+        return Span(
+            nproc=self._node.nproc,
+            world=sum(node.nproc for node in order),
+            attempt=formed.attempt - 1,
+            first=sum(node.nproc for node in order[:own]),
+            place=own,
+            places=len(order),
+            master=self._tunnel.number,
+            interface=interface_of(self._client.own_address()),
+        )
+
+    def _follow(self, attempt: int) -> None:
+        """Tell the scheduler that this machine is alive, and hear what happens, while an attempt lasts. One that is
+        away ends nothing: the ranks do not need it to go on."""
+        client, seen = Client(self._place, patience=TURN_SECONDS), -1
+        while self._attempt == attempt:
+            watch = m.Watch(self._node.id, attempt, seen, WATCH_SECONDS)
+            try:
+                state = client.ask(watch, m.State, WATCH_SECONDS)
+            except LaunchError:
+                continue
+            seen = state.seen
+            with self._news:
+                if self._attempt == attempt:
+                    self._state = state
+                    self._news.notify_all()
+        client.close()
+
+    def over(self) -> bool:
+        """Whether another machine has ended the attempt."""
+        state = self._state
+        return bool(state.seen) and (state.over or state.attempt != self._attempt)
+
+    def stopped(self, status: int) -> None:
+        """Tell the others that the job has been asked to stop."""
+        self._report(
+            m.Report(self._node.id, self._attempt, status, "stopped by a signal", m.OWN, True), TURN_SECONDS
+        )
+
+    def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
+        """How the attempt has ended for all machines, and whether the job begins again."""
+        told = self.over() and outcome.failure is None and outcome.exit_code == 0 and outcome.cut_short
+        blame = m.TOLD if told else m.PEER if outcome.peer_lost else m.OWN
+        status = 143 if told else outcome.exit_code
+        text = str(outcome.failure or "")
+        if not self._report(m.Report(self._node.id, self._attempt, status, text, blame), REPORT_SECONDS):
+            return outcome, False
+        with self._news:
+            while not (self._state.settled or self._state.attempt > self._attempt):
+                if self._heard():
+                    raise Stopped
+                self._news.wait(TURN_SECONDS)
+                gone = self._scheduler is not None and self._scheduler.poll() is not None
+                if gone or (
+                    0 <= self._state.attempt < self._attempt and self._state.seen > 0
+                ):  # it has lost its state
+                    return outcome, False
+        state = self._state
+        self._attempt, attempt = 0, self._attempt
+        if state.attempt > attempt:
+            return outcome, True
+        if not state.status:
+            return Outcome(0, None, outcome.log_dir), False
+        if state.node == self._node.id and outcome.failure is not None:
+            return outcome, state.again
+        error = LaunchError(
+            f"on node {state.node}: {state.text}" if state.text else f"node {state.node} failed"
+        )
+        return Outcome(state.status, error, outcome.log_dir), state.again
+
+    def _report(self, report: m.Report, patience: float) -> bool:
+        client = Client(self._place, patience)
+        with contextlib.suppress(LaunchError):
+            client.ask(report, m.Done)
+            return True
+        return False
+
+    def _close_tunnel(self) -> None:
+        if self._tunnel is not None:
+            self._tunnel.__exit__()
+            self._tunnel = None
+
+
+def _missing(answer: m.Waiting, seconds: float) -> LaunchError:
+    here = ", ".join(f"{node.id} ({node.host}, {node.nproc} ranks)" for node in answer.here)
+    return LaunchError(
+        f"after {seconds:.0f} s nodes are missing: {', '.join(answer.absent)}",
+        why=f"here are {here or 'none'}",
+        hint="look at the terminal of each missing node; --cluster-time-out SECONDS waits longer",
+    )
+
+
+def _listens(place: Place) -> bool:
+    """Whether somebody listens there, who need not be a scheduler."""
+    try:
+        connect(place).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return False
+    except LaunchError:
+        raise
+    except (EOFError, m.Malformed):
+        raise LaunchError(
+            f"something else listens at {place}",
+            why="it does not speak as a scheduler does",
+            hint="another port in --master",
+        ) from None
+    return True
+
+
+__all__ = ["Member", "Stopped"]

@@ -1,0 +1,278 @@
+"""A job over several machines as data, as one of them sees it. Refuses what cannot be, and starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.type_guards import is_whole
+from meshwright.errors import LaunchError
+from meshwright.scheduler.trust import find_secret
+
+PORT = 8118  # of the scheduler, where none is named: that of the reference system
+WAIT_SECONDS = 600.0  # until all nodes are there
+BRACKETED = re.compile(r"\[(?P<host>[^\]]*)\](:(?P<port>.*))?")
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """`count` machines with `world` ranks in all (0: whatever the nodes have); this one is number `index` (-1: any
+    place), called `id`. The scheduler is at `host` and `port`. `secret`: a file; without one, and none in the
+    environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever. `restarts`: of the
+    job."""
+
+    count: int
+    host: str
+    port: int = PORT
+    world: int = 0
+    index: int = -1
+    id: str = ""
+    secret: Path | None = None
+    insecure: bool = False
+    certificates: Path | None = None
+    wait_seconds: float = WAIT_SECONDS
+
+    @property
+    def master(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def master(text: str, option: str = "--master") -> tuple[str, int]:
+    """Host and port of ``host``, ``host:port``, ``[v6]:port`` or a bare address of IPv6."""
+    hint = f"{option} node0:29400, or {option} [fd00::1]:29400"
+    bracketed = BRACKETED.fullmatch(text)
+    if bracketed:
+        host, port = bracketed["host"], bracketed["port"]
+    elif text.count(":") > 1:
+        host, port = text, None
+    else:
+        host, colon, after = text.partition(":")
+        port = after if colon else None
+    if not host or any(c.isspace() or c in "/@" for c in host):
+        raise LaunchError(f"{option} is {text!r}", why="it has no host", hint=hint)
+    return host, PORT if port is None else port_number(port, f"{option} {text}")
+
+
+def port_number(text: str | int, option: str) -> int:
+    """A port that a user typed."""
+    number = int(text) if str(text).isdecimal() else -1
+    if not 1024 <= number <= 65535:
+        raise LaunchError(f"{option}: {text!r} is no port", why="a port is a number from 1024 to 65535")
+    return number
+
+
+def ranks_of_nodes(text: str, option: str = "--nproc") -> tuple[int, ...]:
+    """``8`` of each node, or ``8,8,4``: of each its own."""
+    words = text.split(",")
+    if not all(re.fullmatch(r"\s*[+-]?\d+\s*", word) for word in words):
+        raise LaunchError(
+            f"{option} is {text!r}", why="it counts processes: a whole number", hint=f"{option} 4"
+        )
+    return tuple(map(int, words))
+
+
+def nproc_of(counts: Sequence[int], nodes: Nodes) -> Nodes:
+    """The nodes with their number of ranks in all. Raises LaunchError where that is not the sum of `counts`."""
+    if len(counts) > 1:
+        if len(counts) != nodes.count:
+            raise LaunchError(
+                f"--nproc has {len(counts)} numbers for {nodes.count} nodes",
+                hint="one number, or one for each node",
+            )
+        if nodes.index < 0:
+            raise LaunchError(
+                "--nproc says how many ranks each node has",
+                why="but not which one this is",
+                hint="--node-rank",
+            )
+        if nodes.world not in (0, sum(counts)):
+            raise LaunchError(
+                f"--nproc {','.join(map(str, counts))} is {sum(counts)} ranks, --world-size {nodes.world}"
+            )
+        if nodes.index >= len(counts):
+            raise LaunchError(f"--node-rank is {nodes.index}", why=f"--nproc has {len(counts)} numbers")
+        return replace(nodes, world=sum(counts))
+    return nodes
+
+
+def even_share(nodes: Nodes) -> int:
+    """The ranks of each node where --world-size alone is given."""
+    if not nodes.count or nodes.world % nodes.count:
+        raise LaunchError(
+            f"--world-size {nodes.world} is not divisible by --nnodes {nodes.count}",
+            why="without --nproc each node has the same number of ranks",
+            hint="--nproc of this node, or of each: --nproc 8,8,4",
+        )
+    return nodes.world // nodes.count
+
+
+def placed(
+    environment: Mapping[str, str],
+    *,
+    nproc: str | None,
+    nnodes: str | None,
+    world: str | None,
+    index: str | None,
+    master_at: str | None,
+    id: str | None,
+    **more: Any,
+) -> tuple[Nodes | None, tuple[int, ...]]:
+    """The machines of a job as typed, None for this one alone; and the ranks of this one, or of each. `more`: fields of
+    `Nodes`. Raises LaunchError."""
+    counts = ranks_of_nodes(nproc) if nproc is not None else ()
+    told, name = from_environment(environment)
+    given = {"--nnodes": nnodes, "--world-size": world, "--node-rank": index, "--master": master_at}
+    several = {option: text for option, text in given.items() if text is not None}
+    if not several:
+        if len(counts) > 1:
+            raise LaunchError(
+                f"--nproc is {nproc!r}", why="this is one machine", hint="--nnodes, --node-rank, --master"
+            )
+        return None, counts or (1,)
+    number = {option: whole(text, option) for option, text in several.items() if option != "--master"}
+    if (
+        number.get("--nnodes") == 1
+        and set(several) <= {"--nnodes", "--node-rank"}
+        and not number.get("--node-rank")
+    ):
+        return None, counts or (1,)
+    at = master_at or told
+    if not at:
+        raise LaunchError(
+            f"{next(iter(several))} is for several machines",
+            why="where do they meet?",
+            hint="--master HOST:PORT",
+        )
+    host, port = master(at)
+    nodes = Nodes(
+        count=number.get("--nnodes", 0),
+        host=host,
+        port=port,
+        world=number.get("--world-size", 0),
+        index=number.get("--node-rank", -1),
+        id=id or name,
+        **more,
+    )
+    if not counts:
+        counts = (even_share(nodes) if nodes.world else 1,)
+    return nproc_of(counts, nodes), counts
+
+
+def whole(text: str, option: str) -> int:
+    """A whole number that a user typed."""
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{option} is {text!r}", why="it is a whole number", hint=f"{option} 2") from None
+
+
+def check_nodes(nodes: Nodes, nproc: int) -> Nodes:
+    """The nodes with a name for this one. Raises LaunchError for what cannot be, an unknown host included."""
+    whole = ((nodes.count, "--nnodes", 0), (nodes.world, "--world-size", 0), (nodes.index, "--node-rank", -1))
+    for number, option, least in whole:
+        if not is_whole(number) or number < least:
+            raise LaunchError(f"{option} is {number!r}", why=f"it is a whole number, at least {least}")
+    if not nodes.count and not nodes.world:
+        raise LaunchError(
+            "how many nodes?", why="neither --nnodes nor --world-size says it", hint="--nnodes 2"
+        )
+    if nodes.count and nodes.index >= nodes.count:
+        raise LaunchError(
+            f"--node-rank is {nodes.index}", why=f"{nodes.count} nodes count from 0 to {nodes.count - 1}"
+        )
+    least = nproc + max(0, nodes.count - 1)
+    if nodes.world and nodes.world < least:
+        raise LaunchError(
+            f"--world-size is {nodes.world}",
+            why=f"this node alone has {nproc} ranks, and each other at least one",
+        )
+    if nodes.id and NAME.fullmatch(nodes.id) is None:
+        raise LaunchError(f"--node-id is {nodes.id!r:.140}", why="it has letters, digits and . _ : - alone")
+    if nodes.wait_seconds != nodes.wait_seconds or 0 <= nodes.wait_seconds < 1:
+        raise LaunchError(
+            f"--cluster-time-out is {nodes.wait_seconds:g} seconds",
+            why="it is at least 1, or negative for ever",
+        )
+    resolve(nodes.host, nodes.port)
+    return nodes if nodes.id else replace(nodes, id=_own_id(nodes))
+
+
+def _own_id(nodes: Nodes) -> str:
+    """A name that stays when the launcher starts again on this machine: the place, else the host's name and the process
+    where several nodes may be on one machine."""
+    return f"node{nodes.index}" if nodes.index >= 0 else f"{socket.gethostname()}-{os.getpid()}"
+
+
+def resolve(host: str, port: int) -> list[tuple[int, str]]:
+    """The families and addresses of a host. Raises LaunchError for one that is unknown."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        hint = "a name that resolves on every node (DNS, /etc/hosts), or an address"
+        raise LaunchError(f"the host {host} is unknown", why=f"--master: {why}", hint=hint) from None
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def is_here(host: str, port: int) -> bool:
+    """Whether a host is this machine."""
+    for family, address in resolve(host, port):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def trusted(nodes: Nodes) -> str:
+    """The secret of the job; empty where the user has said that there is none. Raises LaunchError without either."""
+    secret = find_secret(nodes.secret, make=nodes.index == 0)
+    if not secret and not nodes.insecure:
+        raise LaunchError(
+            "several machines, and no secret",
+            why=f"whoever reaches port {nodes.port} of {nodes.host} could take part in the job, or end it",
+            hint="--secret job.key (node 0 makes the file, copy it to the others), or MESHWRIGHT_SECRET; in a network "
+            "that nobody else reaches: --insecure",
+        )
+    if secret and nodes.insecure:
+        raise LaunchError("--insecure, and a secret", why="which of both?", hint="leave one of them out")
+    return secret
+
+
+def from_environment(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The scheduler as ``host:port`` and the name of this node, as variables of ours or of the reference system say;
+    empty where none does. Raises LaunchError for half of a scheduler."""
+    told = environment.get("MESHWRIGHT_MASTER", "")
+    host, port = environment.get("MS_SCHED_HOST", ""), environment.get("MS_SCHED_PORT", "")
+    if bool(host) != bool(port) and not told:
+        there, lacks = ("MS_SCHED_HOST", "MS_SCHED_PORT") if host else ("MS_SCHED_PORT", "MS_SCHED_HOST")
+        raise LaunchError(f"{there} is set, {lacks} is not", hint="both, or --master HOST:PORT")
+    theirs = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
+    if told and theirs and master(told, "MESHWRIGHT_MASTER") != master(theirs, "MS_SCHED_HOST"):
+        raise LaunchError(
+            f"MESHWRIGHT_MASTER is {told}, MS_SCHED_HOST and MS_SCHED_PORT say {theirs}", hint="unset one"
+        )
+    ids = [environment[n] for n in ("MESHWRIGHT_NODE_ID", "MS_NODE_ID") if environment.get(n)]
+    if len(set(ids)) > 1:
+        raise LaunchError(f"MESHWRIGHT_NODE_ID is {ids[0]}, MS_NODE_ID is {ids[1]}", hint="unset one")
+    return told or theirs, ids[0] if ids else ""
+
+
+__all__ = [
+    "Nodes",
+    "check_nodes",
+    "from_environment",
+    "is_here",
+    "master",
+    "nproc_of",
+    "placed",
+    "ranks_of_nodes",
+    "resolve",
+    "trusted",
+]
