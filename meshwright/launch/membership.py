@@ -56,6 +56,7 @@ class Member:
         self._tunnel: Tunnel | None = None
         self._attempt = 0
         self._state = m.State(0)
+        self._heard_at = 0.0
         self._news = threading.Condition()
 
     # ---- beginning and end
@@ -168,7 +169,7 @@ class Member:
             seen = state.seen
             with self._news:
                 if self._attempt == attempt:
-                    self._state = state
+                    self._state, self._heard_at = state, time.monotonic()
                     self._news.notify_all()
         client.close()
 
@@ -191,15 +192,13 @@ class Member:
         text = str(outcome.failure or "")
         if not self._report(m.Report(self._node.id, self._attempt, status, text, blame), REPORT_SECONDS):
             return outcome, False
+        self._heard_at = time.monotonic()
         with self._news:
             while not (self._state.settled or self._state.attempt > self._attempt):
                 if self._heard():
                     raise Stopped
                 self._news.wait(TURN_SECONDS)
-                gone = self._scheduler is not None and self._scheduler.poll() is not None
-                if gone or (
-                    0 <= self._state.attempt < self._attempt and self._state.seen > 0
-                ):  # it has lost its state
+                if self._alone():
                     return outcome, False
         state = self._state
         self._attempt, attempt = 0, self._attempt
@@ -213,6 +212,12 @@ class Member:
             f"on node {state.node}: {state.text}" if state.text else f"node {state.node} failed"
         )
         return Outcome(state.status, error, outcome.log_dir), state.again
+
+    def _alone(self) -> bool:
+        """Whether nobody will say how the others have ended: the scheduler is gone, or has lost its state."""
+        ended = self._scheduler is not None and self._scheduler.poll() is not None
+        forgot = self._state.seen > 0 and self._state.attempt < self._attempt
+        return ended or forgot or time.monotonic() - self._heard_at > REPORT_SECONDS
 
     def _report(self, report: m.Report, patience: float) -> bool:
         client = Client(self._place, patience)

@@ -116,7 +116,7 @@ class Report(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """That a node is alive; answered when more than `seen` has happened, or after `seconds`."""
+    """That a node is alive; answered when the count of events is not `seen`, or after `seconds`."""
 
     node: str
     attempt: int

@@ -209,7 +209,7 @@ class Server:
     async def _watch(self, watch: m.Watch) -> bytes:
         self.members.watch(watch.node, time.monotonic())
         end = time.monotonic() + min(watch.seconds, LONGEST_WAIT_SECONDS)
-        while self.members.seen <= watch.seen and await _woken(self._of_members, end - time.monotonic()):
+        while self.members.seen == watch.seen and await _woken(self._of_members, end - time.monotonic()):
             pass
         self.members.watch(watch.node, time.monotonic())
         return m.frame(self.members.state)
