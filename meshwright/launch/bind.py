@@ -77,7 +77,7 @@ def _mapped(spec: str, nproc: int, usable: frozenset[int]) -> list[frozenset[int
     missing = [rank for rank in range(nproc) if str(rank) not in by_rank]
     if unknown or missing or len(by_rank) != len(told):
         why = f"there is no local rank {unknown[0]}" if unknown else f"it lacks local rank {missing[:1]}"
-        raise LaunchError(f"--bind is for {len(told)} ranks, this machine has {nproc}", why=why, hint=HINT)
+        raise LaunchError(f"--bind is for {len(by_rank)} ranks, this machine has {nproc}", why=why, hint=HINT)
     texts = [by_rank[str(rank)] for rank in range(nproc)]
     sets = [parse_cores(text if isinstance(text, str) else ",".join(text)) for text in texts]
     for rank, cores in enumerate(sets):

@@ -248,20 +248,20 @@ def trusted(nodes: Nodes) -> str:
 def from_environment(environment: Mapping[str, str]) -> tuple[str, str]:
     """The scheduler as ``host:port`` and the name of this node, as variables of ours or of the reference system say;
     empty where none does. Raises LaunchError for half of a scheduler."""
-    told = environment.get("MESHWRIGHT_MASTER", "")
+    given = environment.get("MESHWRIGHT_MASTER", "")
     host, port = environment.get("MS_SCHED_HOST", ""), environment.get("MS_SCHED_PORT", "")
-    if bool(host) != bool(port) and not told:
+    if bool(host) != bool(port) and not given:
         there, lacks = ("MS_SCHED_HOST", "MS_SCHED_PORT") if host else ("MS_SCHED_PORT", "MS_SCHED_HOST")
         raise LaunchError(f"{there} is set, {lacks} is not", hint="both, or --master HOST:PORT")
     theirs = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") if host else ""
-    if told and theirs and master(told, "MESHWRIGHT_MASTER") != master(theirs, "MS_SCHED_HOST"):
+    if given and theirs and master(given, "MESHWRIGHT_MASTER") != master(theirs, "MS_SCHED_HOST"):
         raise LaunchError(
-            f"MESHWRIGHT_MASTER is {told}, MS_SCHED_HOST and MS_SCHED_PORT say {theirs}", hint="unset one"
+            f"MESHWRIGHT_MASTER is {given}, MS_SCHED_HOST and MS_SCHED_PORT say {theirs}", hint="unset one"
         )
     ids = [environment[n] for n in ("MESHWRIGHT_NODE_ID", "MS_NODE_ID") if environment.get(n)]
     if len(set(ids)) > 1:
         raise LaunchError(f"MESHWRIGHT_NODE_ID is {ids[0]}, MS_NODE_ID is {ids[1]}", hint="unset one")
-    return told or theirs, ids[0] if ids else ""
+    return given or theirs, ids[0] if ids else ""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Ask the scheduler, from a thread that may wait; a cut or a restart of the scheduler is waited out.
+"""Ask the scheduler, from a thread that may wait; a lost link or a restart of the scheduler is waited out.
 
 Of one client one request is under way at a time. Waiting is done in short turns, so that threads of one process take
 turns, too.

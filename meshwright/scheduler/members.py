@@ -17,7 +17,7 @@ from meshwright.scheduler.messages import OWN, Formed, Join, Node, Refused, Repo
 from meshwright.scheduler.state import Kept
 
 GONE_SECONDS = 2.0  # how long a node may take to connect again after its connection has closed
-NODE_SECONDS = 30.0  # how long a node may be silent on a connection that stands, as behind a cut
+NODE_SECONDS = 30.0  # how long a node may be silent on a connection that stands, as behind a broken link
 SETTLE_SECONDS = 10.0  # how long those that are left may take to say how they ended
 SKEW_SECONDS = 300.0
 LOST = 137  # the status of a node that is lost, as of a process that was killed
@@ -127,7 +127,7 @@ class Members:
         way = "ahead of" if ahead > 0 else "behind"
         return Refused(
             f"the clock of node {join.node.id} ({join.node.host}) is {abs(ahead):,.0f} s {way} the scheduler's",
-            why=f"which checkpoint is the newest is told by clocks; {SKEW_SECONDS:.0f} s are allowed",
+            why=f"which checkpoint is the newest is known by clocks; {SKEW_SECONDS:.0f} s are allowed",
             hint="set it: chronyc makestep, or timedatectl set-ntp true",
         )
 

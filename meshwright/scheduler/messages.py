@@ -17,7 +17,7 @@ LENGTH = struct.Struct(">I")
 GREETING_BYTES = 1024  # the largest frame before the secret is proved
 T = TypeVar("T")
 FRAME_BYTES = 64 << 20  # and after it: a plan may be some MiB
-OWN, PEER, TOLD = 0, 1, 2  # who failed by itself; who only lost a peer; who was told to stop
+OWN, PEER, TOLD = 0, 1, 2  # who failed by itself; who only lost a peer; who was asked to stop
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
