@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.core.graph import DTYPES, Graph, Node
-from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, leaves, normalize
+from meshwright.core.layout import Cat, Dim, SubDim, TensorLayout, dim_axes, dim_size, leaves, normalize
 from meshwright.core.mesh import Axis, Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Factors, Site
@@ -96,7 +96,8 @@ class NodeCodes:
 
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
-    """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation."""
+    """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation that has none
+    inside."""
     known: dict[tuple[int, ...], Value] = {}  # by identities: analysis makes equal trees one object
     found: dict[str, Value] = {}
     for name, dims in factors.dims.items():
@@ -117,16 +118,21 @@ def value_of(dims: Sequence[Dim], itemsize: int) -> Value:
         for item in dim:
             parts = ((item,),) if isinstance(item, SubDim) else item.parts
             rows = tuple(tuple(s.size for s in leaves(p)) for p in parts)
-            flat = all(isinstance(i, SubDim) for p in parts for i in p)
+            flat = isinstance(item, SubDim) or _is_flat(item)
             if flat and isinstance(item, SubDim):
                 places.append((count,))
             elif flat:
                 starts = np.cumsum([count, *(len(r) for r in rows)])
                 for j in range(min(map(len, rows))):
                     places.append(tuple(int(s) + j for s in starts[:-1]))
-            sizes.append(rows if flat else ((int(np.prod([sum(map(np.prod, rows))])),),))
+            sizes.append(rows if flat else ((dim_size((item,)),),))
             count += sum(map(len, sizes[-1]))
     return Value(tuple(sizes) or (((1,),),), tuple(places), itemsize)  # a scalar is one element
+
+
+def _is_flat(item: Cat) -> bool:
+    """True if no part of a concatenation is a concatenation: only then a value has places in it."""
+    return all(isinstance(i, SubDim) for part in item.parts for i in part)
 
 
 def place_dims(dims: Sequence[Dim], value: Value, axes_of: Sequence[Sequence[str]]) -> tuple[Dim, ...]:
@@ -144,6 +150,9 @@ def place_dims(dims: Sequence[Dim], value: Value, axes_of: Sequence[Sequence[str
             if isinstance(item, SubDim):
                 number += 1
                 items.append(SubDim(item.size, on.get(number, ())))
+            elif not _is_flat(item):  # one leaf without a place
+                number += 1
+                items.append(item)
             else:
                 items.append(Cat(tuple(visit(p) for p in item.parts)))
         return tuple(items)
