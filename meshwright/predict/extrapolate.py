@@ -16,8 +16,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time
 from meshwright.predict.extrapolate_tasks import with_layers
-from meshwright.predict.step_time import StepTimes, of_many, played, step_times
-from meshwright.predict.tasks import Issued, filled, issued
+from meshwright.predict.issued import Issued
+from meshwright.predict.step_time import StepTimes, of_many, played, times_of
+from meshwright.predict.tasks import Lister, filled
 
 LONGEST = (
     4_000  # items of a simulated step; a longer one is extrapolated from this length and from half of it
@@ -40,14 +41,12 @@ def layered_times(
     the corresponding one of the first layer.
     """
     count = programs_in_time(few)
+    steps = [None if p is None else Lister(p, cluster, optimizer_states) for p in (few, *more)]
     known: dict[int, _Listed] = {}
 
     def listed(programs: int) -> _Listed:
         if programs not in known:
-            parts = [
-                None if p is None else issued(p, cluster, optimizer_states, programs=programs)
-                for p in (few, *more)
-            ]
+            parts = [one and one.issued(programs) for one in steps]
             known[programs] = _Listed(few, parts, times, cluster, first)
         return known[programs]
 
@@ -56,7 +55,7 @@ def layered_times(
     if count == 1:
         return listed(1).times()
     # Only the last backward sends gradients: what others add grows by as much with each layer.
-    found = _by_difference([p and step_times(p, cluster, optimizer_states) for p in (few, *more)], times)
+    found = _by_difference([one and times_of(one) for one in steps], times)
     return found.plus(listed(1).times(), 1.0).plus(listed(1).by_difference(), -1.0)
 
 

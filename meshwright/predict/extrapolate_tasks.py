@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.partition.buckets import Gradient
 from meshwright.predict.bucket_tasks import Arrival, Item
-from meshwright.predict.tasks import Issued
+from meshwright.predict.issued import Issued, after_of
 from meshwright.predict.timeline import COMPUTE, Task
 
 
@@ -213,7 +213,7 @@ def _read(step: Issued) -> _Read:
     """Read a step. Raises `_Differs` if an item waits for something that another has waited for."""
     found, line = _Read(step, _signs(step), []), _Line()
     for item, sign in zip(step.items, found.signs, strict=True):
-        wait, after = None, _after(item)
+        wait, after = None, after_of(item)
         if len(after) > 1:
             raise _Differs
         for place in after:
@@ -283,12 +283,6 @@ def _alike(few: Sequence[Hashable], long: Sequence[Hashable], place: int, shift:
     while place < len(few) and few[place] == long[place + shift]:
         place += 1
     return place
-
-
-def _after(item: Item) -> tuple[int, ...]:
-    if isinstance(item, Task):
-        return item.after
-    return (item.after,) if item.after >= 0 else ()
 
 
 def _signs(step: Issued) -> list[Hashable]:

@@ -18,7 +18,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition, partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.plan.plan import Plan
-from meshwright.predict.tasks import step_tasks
+from meshwright.predict.tasks import Lister
 from meshwright.predict.timeline import Task, play
 
 PLAYED = (3, 4, 5)  # micro-batches of the steps from which longer ones are extrapolated
@@ -45,10 +45,14 @@ class StepTimes:
 def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) -> StepTimes:
     """Return the times of `simulate`, without the timeline. `optimizer_states`: moments per parameter (2 for Adam)."""
 
-    def of(programs: int) -> StepTimes:
-        return played(step_tasks(parts, cluster, optimizer_states, programs=programs), cluster)
+    return times_of(Lister(parts, cluster, optimizer_states))
 
-    return of_many(programs_in_time(parts), of)
+
+def times_of(steps: Lister) -> StepTimes:
+    """Return the times of a step from its lists."""
+    return of_many(
+        programs_in_time(steps.parts), lambda programs: played(steps.tasks(programs), steps.cluster)
+    )
 
 
 def of_many(count: int, of: Callable[[int], StepTimes]) -> StepTimes:
@@ -81,4 +85,4 @@ def with_turns(graph: Graph, plan: Plan, cluster: Cluster, optimizer_states: int
     return replace(plan, turns=min(TURNS, key=seconds))
 
 
-__all__ = ["StepTimes", "of_many", "played", "step_times", "with_turns"]
+__all__ = ["StepTimes", "of_many", "played", "step_times", "times_of", "with_turns"]

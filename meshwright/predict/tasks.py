@@ -8,8 +8,9 @@ the end come a wait for the buckets and the update. The reduction of a loss that
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.collectives import COLLECTIVES
@@ -21,17 +22,18 @@ from meshwright.partition import RESHARD, Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time, summed_first
 from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.bucket_sizes import gradient_bytes
-from meshwright.partition.buckets import BucketBytes, Gradient, fill
+from meshwright.partition.buckets import BucketBytes, fill
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.insert_reshards import backward_itemsize, parse_steps
 from meshwright.partition.interleave import Interleaved, named, original
 from meshwright.partition.localize import late_values
-from meshwright.partition.micro_batches import first_micro_batch, first_program
+from meshwright.partition.micro_batches import MicroBatches, first_micro_batch, first_program
 from meshwright.partition.overlap import members_of
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.sharded_update import gathered_bytes, gathered_last
 from meshwright.partition.stages import check_one_stage
 from meshwright.predict.bucket_tasks import Arrival, BucketTasks, Item, Pass, arrivals, sent
+from meshwright.predict.issued import Issued
 from meshwright.predict.offload_prices import moved_values
 from meshwright.predict.offload_tasks import LINK, ActivationTasks, FetchTasks
 from meshwright.predict.price import NodePrice, node_prices, on_cluster, parameter_prices, transfer_price
@@ -65,63 +67,81 @@ def step_tasks(
     `programs`: instead, those of a step with so many micro-batches of equal size (or groups of interleaved
     half-batches).
     """
-    return filled(
-        issued(parts, cluster, optimizer_states, bucket_bytes=bucket_bytes, programs=programs),
-        parts,
-        cluster,
-        bucket_bytes=bucket_bytes,
-    )
+    return Lister(parts, cluster, optimizer_states).tasks(programs, bucket_bytes)
 
 
 @dataclass(frozen=True)
-class Issued:
-    """A step before its buckets are filled.
+class Lister:
+    """Lists the step of a program that is not split into stages. What is the same for any number of micro-batches is
+    found once."""
 
-    `items` are issued by the host in order; `sections` end at these positions (each backward ends one). `gradients` are
-    reduced in buckets, and `weights` gathered after the update, both in the order of the parameters. `updates`: seconds
-    of each parameter's update.
-    """
+    parts: Partition
+    cluster: Cluster
+    optimizer_states: int = 2
 
-    items: tuple[Item, ...]
-    sections: tuple[int, ...]
-    gradients: tuple[Gradient, ...]
-    weights: tuple[Gradient, ...]
-    updates: Mapping[str, float]
+    def issued(self, programs: int | None = None) -> Issued:
+        """Return the step before its buckets are filled. `programs`: as in `step_tasks`."""
+        count = programs_in_time(self.parts) if programs is None else programs
+        if count <= 3:
+            return self._listed(count)
+        three = self._three
+        longer = three.with_more(count - 3)
+        return self._listed(count) if longer is None else longer
 
+    def tasks(self, programs: int | None = None, bucket_bytes: BucketBytes | None = None) -> tuple[Task, ...]:
+        """Return the tasks of the step."""
+        return filled(self.issued(programs), self.parts, self.cluster, bucket_bytes=bucket_bytes)
 
-def issued(
-    parts: Partition,
-    cluster: Cluster,
-    optimizer_states: int = 2,
-    *,
-    bucket_bytes: BucketBytes | None = None,
-    programs: int | None = None,
-) -> Issued:
-    """Return the step of `step_tasks` before its buckets are filled."""
-    check_one_stage(parts.plan, "the timeline")
-    mesh = on_cluster(parts.plan.mesh, cluster)
-    rank = mesh.rank(origin(mesh))
-    pieces = first_micro_batch(parts, rank) if parts.micro_batches > 1 else None
-    local = parts.local(rank) if pieces is None else pieces.programs[0]
-    turns = first_program(parts, rank) if parts.copies > 1 else None
-    step = StepTasks(parts, local, mesh, cluster, turns)
-    gradients, sections = pending_gradients(parts), []
-    for found in pieces.rounds if pieces is not None else ():
-        step.once(found.sums)
-    sections.append(len(step.items))
-    held = summed_first(parts)
-    for left in reversed(range(programs_in_time(parts) if programs is None else programs)):
-        step.begin()
-        step.forward()
+    @functools.cached_property
+    def _three(self) -> Issued:
+        return self._listed(3)
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        return on_cluster(self.parts.plan.mesh, self.cluster)
+
+    @functools.cached_property
+    def _pieces(self) -> MicroBatches | None:
+        return first_micro_batch(self.parts, self._rank) if self.parts.micro_batches > 1 else None
+
+    @property
+    def _rank(self) -> int:
+        return self._mesh.rank(origin(self._mesh))
+
+    @functools.cached_property
+    def _local(self) -> Graph:
+        return self.parts.local(self._rank) if self._pieces is None else self._pieces.programs[0]
+
+    @functools.cached_property
+    def _prices(self) -> dict[str, NodePrice]:
+        return node_prices(self.parts, self._local, self._mesh, self.cluster)
+
+    @functools.cached_property
+    def _updates(self) -> dict[str, float]:
+        prices = parameter_prices(self.parts, self._mesh, self.cluster, self.optimizer_states)
+        return {name: update for name, (_, update) in prices.items()}
+
+    def _listed(self, programs: int) -> Issued:
+        parts, pieces = self.parts, self._pieces
+        check_one_stage(parts.plan, "the timeline")
+        turns = first_program(parts, self._rank) if parts.copies > 1 else None
+        step = StepTasks(parts, self._local, self._mesh, self.cluster, turns, self._prices)
+        gradients, sections = pending_gradients(parts), []
+        for found in pieces.rounds if pieces is not None else ():
+            step.once(found.sums)
         sections.append(len(step.items))
-        step.backward([g.name for g in gradients], held if left else ())
+        held = summed_first(parts)
+        for left in reversed(range(programs)):
+            step.begin()
+            step.forward()
+            sections.append(len(step.items))
+            step.backward([g.name for g in gradients], held if left else ())
+            sections.append(len(step.items))
+        if pieces is not None:
+            step.once(pieces.late)
         sections.append(len(step.items))
-    if pieces is not None:
-        step.once(pieces.late)
-    sections.append(len(step.items))
-    updates = {name: u for name, (_, u) in parameter_prices(parts, mesh, cluster, optimizer_states).items()}
-    weights = gathered_last(parts, cluster.device_type)
-    return Issued(tuple(step.items), tuple(sections), gradients, weights, updates)
+        weights = gathered_last(parts, self.cluster.device_type)
+        return Issued(tuple(step.items), tuple(sections), gradients, weights, self._updates)
 
 
 def filled(
@@ -399,4 +419,4 @@ class StepTasks:
         return found
 
 
-__all__ = ["ADDING", "simulate", "step_tasks"]
+__all__ = ["ADDING", "Lister", "filled", "simulate", "step_tasks"]

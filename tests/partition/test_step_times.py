@@ -11,8 +11,9 @@ from meshwright.compile import captured_of, lower
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.predict import step_time as module
+from meshwright.predict.issued import Issued
 from meshwright.predict.step_time import step_times
-from meshwright.predict.tasks import simulate
+from meshwright.predict.tasks import Lister, simulate
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=2)
 SLOW = {"compute": 1.3, "collective": 1.6}  # what runs beside one another slows one another down
@@ -24,6 +25,7 @@ CASES = [
     {"optimizer_parallel": 3, "threshold_kb": 0, "reshard_after_forward": False},
     {"interleave": 2, "micro_batches": 16},
     {"offload": ("activations", "optimizer")},
+    {"optimizer_parallel": 3, "threshold_kb": 0, "offload": ("parameters",)},
     {"mode": "dynamic_programming"},
 ]
 
@@ -51,3 +53,17 @@ def test_a_few_micro_batches_tell_of_many(model, wish, slowdown, monkeypatch):
     assert found.exposed_seconds == pytest.approx(line.exposed_seconds, rel=1e-9)
     assert found.hidden_seconds == pytest.approx(line.hidden_seconds, rel=1e-9, abs=1e-12)
     assert sum(listed) < len(line.tasks)
+
+
+@pytest.mark.parametrize("wish", CASES, ids=str)
+def test_micro_batches_between_are_listed_once(model, wish, monkeypatch):
+    net, batch, loss = model
+    how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **wish}
+    parts = lower(captured_of(net, batch, loss), mw.plan(net, batch, loss=loss, **how))
+    asked: list[int] = []
+    more = Issued.with_more
+    monkeypatch.setattr(Issued, "with_more", lambda step, times: asked.append(times) or more(step, times))
+    found = Lister(parts, CLUSTER).issued(6)
+    assert asked == [3]
+    monkeypatch.setattr(Issued, "with_more", lambda step, times: None)
+    assert Lister(parts, CLUSTER).issued(6) == found

@@ -96,8 +96,8 @@ class NodeCodes:
 
 
 def values_of(graph: Graph, factors: Factors) -> dict[str, Value]:
-    """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation that has none
-    inside."""
+    """Every value of a graph with its sub-dims. A place is one leaf, or one in each part of a concatenation without
+    another inside."""
     known: dict[tuple[int, ...], Value] = {}  # by identities: analysis makes equal trees one object
     found: dict[str, Value] = {}
     for name, dims in factors.dims.items():
