@@ -84,7 +84,7 @@ def test_a_stream_is_looked_into_when_ranks_compare(monkeypatch: pytest.MonkeyPa
         asked.append(x.numel())
         return checksum(x)
 
-    monkeypatch.setattr("meshwright.data.loader.checksum", counted)
+    monkeypatch.setattr("meshwright.data.sharded_loader.checksum", counted)
 
     def body(step: Any) -> None:
         for batch in mw.shard_loader([example] * 40, step):
