@@ -72,26 +72,34 @@ def plan(
     cache: str | Path | None = None,
     **techniques: Unpack[Options],
 ) -> Plan:
-    """Choose how to shard a model. No process group is needed, and meta tensors are fine.
+    """Choose how to shard a model. It needs no process group, and `model` may be on the meta device.
 
-    `mesh`: a `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks; by default that of the layouts in the
-    model, else the cluster's own, else the number of launched ranks. A list of meshes describes a pipeline whose places
-    have their own meshes, in order. `mode`: by default ``auto`` with a `cluster`, ``data_parallel`` without. `pins`
-    split the operators of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``, and parameters by dim,
-    ``{"blocks.*.up.weight": {"0": "tp"}}``.
+    Args:
+        model: A module on one device.
+        batch: An example of the global batch; only shapes and Python values matter.
+        loss: ``loss(model, batch)`` returns a scalar. By default ``model(**batch).loss``.
+        mesh: A `Mesh`, axis sizes (``{"dp": 2, "tp": 2}``) or a number of ranks. A list has one mesh for each rank of a
+            pipeline. By default the mesh of the layouts in the model, else that of the cluster, else all launched
+            ranks.
+        mode: ``"auto"`` by default with a `cluster`, ``"data_parallel"`` without.
+        pins: Shardings of modules by letter, ``{"blocks.*.up": {"n": "tp"}}``, and of parameters by dim,
+            ``{"blocks.*.up.weight": {"0": "tp"}}``.
+        cluster: Devices and links. With it, the plan predicts seconds and bytes (`Plan.claims`).
+        memory: Limit per rank in bytes; by default the device's memory.
+        optimizer_states: Tensors that the optimizer keeps for each parameter (2 for Adam).
+        space: Search space of ``"dynamic_programming"``: ``"a"``, ``"b"`` or ``"c"``.
+        inner: ``"exact"`` or ``"greedy"``: how ``"recursive_programming"`` solves one axis.
+        progress: Called during a search with (stage, best price so far in seconds or None, lower bound or None). If it
+            returns True, the search ends.
+        time_limit: Seconds after which a search ends with the best plan so far.
+        cache: A folder in which captures are stored for the next call.
+        techniques: Options such as ``optimizer_parallel=3`` or ``micro_batches=4``; see the page on techniques.
 
-    With a cluster the plan predicts its cost (`Plan.claims`). `memory`: the limit in bytes per rank, by default the
-    device's. `optimizer_states`: moments per parameter (2 for Adam). `space` (``a``, ``b``, ``c``): the search space of
-    ``dynamic_programming``. `inner` (``exact``, ``greedy``): how ``recursive_programming`` solves one axis. `progress`
-    is called with (stage, best price in seconds so far, bound).
+    Ctrl-C also ends a search with the best plan so far; if none that fits is known, the search first continues to one.
+    A second Ctrl-C interrupts it. Remarks about the plan are logged to ``logging.getLogger("meshwright")``.
 
-    A search ends with the best plan so far after `time_limit` seconds, at most one later, by Ctrl-C (a second one
-    interrupts), or when `progress` returns True. If no plan that fits is known by then, a time limit raises PlanError;
-    otherwise the search continues to the first plan that fits. `techniques`: see `meshwright.core.techniques`, as in
-    ``optimizer_parallel=3, micro_batches=4``.
-
-    Raises a subclass of MeshwrightError that names the operator and the line. Remarks about the plan are logged to
-    ``logging.getLogger("meshwright")``.
+    Raises DoesNotFit if no plan is within the memory limit, and PlanError if none is known when `time_limit` has
+    passed. Other subclasses of MeshwrightError name the operator and its line.
     """
     asked = techniques_from(techniques)
     captured = captured_of(model, batch, loss, cache)
@@ -177,9 +185,13 @@ def _with_chosen(plan: Plan, given: Techniques) -> Techniques:
 
 
 def rule(op: str, line: str) -> None:
-    """Give your own operator a rule: ``mw.rule("mylib::swish", "... ~> ...")`` (`docs/how-to/add-an-operator.md`).
+    """Register a rule for your own operator: ``mw.rule("mylib::swish", "... ~> ...")``.
 
-    Every rank gives the same rules before it plans. Raises RuleError for a line that does not parse.
+    Args:
+        op: The operator's name, with its namespace.
+        line: Its dims as letters; the page "Add an operator" explains the notation.
+
+    Register the same rules on every rank before planning. Raises RuleError for a line that does not parse.
     """
     register(op, line)
 

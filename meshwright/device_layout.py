@@ -42,11 +42,12 @@ class TensorLayoutSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """A device matrix with a name for each of its dims, as MindSpore's `Layout`.
+    """A device matrix whose dims have names, as MindSpore's `Layout`.
 
-    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 over mp and dim 1 over dp and sp (in the
-    order of the matrix: dp splits first). ``"None"`` (or None) leaves a dim unsplit. ``"interleaved_parallel"`` is no
-    axis here: the step takes ``interleave=2``. `rank_list` gives the ranks in row-major order of the matrix.
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`` splits dim 0 of a tensor over mp and dim 1 over dp and
+    sp (in the order of the matrix: dp splits first). ``"None"`` (or None) leaves a dim unsplit. `rank_list` gives the
+    ranks in row-major order of the matrix. For MindSpore's ``"interleaved_parallel"`` pass ``interleave=2`` to the
+    step.
     """
 
     matrix: tuple[int, ...]
@@ -104,8 +105,7 @@ class Layout:
         object.__setattr__(self, "rank_list", ranks)
 
     def __call__(self, *dims: str | Sequence[str] | None) -> TensorLayoutSpec:
-        """The layout of a tensor, one entry for each of its dims. Raises StrategyError for unknown or
-        repeated names."""
+        """Return the layout of a tensor from one entry per dim. Raises StrategyError for unknown or repeated names."""
         spread: list[tuple[str, ...]] = []
         used: dict[str, int] = {}
         for number, dim in enumerate(dims):

@@ -67,7 +67,15 @@ class _Program(NamedTuple):
 
 @heartbeat.during("exporting a forward step")
 def export(step: ForwardStep, folder: str | Path) -> Path:
-    """Write a forward step into a new folder, of each rank a file. Collective. Raises CheckpointError on all ranks."""
+    """Write a forward step into a folder: the program and plan as text, and the shards of each rank. Every rank calls
+    it.
+
+    Args:
+        step: A step from `mw.forward_step`.
+        folder: A new or empty folder that all ranks share.
+
+    Returns the folder. Raises CheckpointError on all ranks if the folder is not empty or cannot be written.
+    """
     path, meeting, local = as_path(folder), Meeting(), step.local
     rank, literals = local.world.rank, step.literals
 
@@ -117,12 +125,14 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
 
 @heartbeat.during("loading an exported forward step", patient=True)
 def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> ForwardStep:
-    """Load the output of `ForwardStep.export`, on as many ranks as wrote it; called with a batch it gives the same
-    results.
+    """Load a folder that `mw.export` wrote. The model's code is not needed. Every rank calls it.
 
-    Each rank reads its own file onto `device`; the model's code is not needed. Collective. Raises CheckpointError on
-    all ranks if a file is damaged, is of a newer version, or uses operators that are neither torch's own nor have a
-    rule; RunError for another number of ranks.
+    Args:
+        folder: The folder; it must have been written by the same number of ranks.
+        device: The device onto which each rank reads its shards.
+
+    Raises CheckpointError on all ranks for a damaged file, a newer format, or an operator that is neither torch's nor
+    has a rule, and RunError for another number of ranks.
     """
     path, meeting, place = as_path(folder), Meeting(), own_device(torch.device(device))
     text = meeting.agree(lambda: _read_text(path / NAME))

@@ -72,9 +72,10 @@ def default_outputs(model: Any, batch: Any) -> Any:
 
 
 class ForwardStep:
-    """A forward step, returned by `mw.forward_step`. Call it with a batch; it returns the model's results.
+    """A forward step, returned by `mw.forward_step`: ``results = forward(batch)``.
 
-    For inspection: `plan`, `program` (print it), and `layouts`, the layout of each tensor of the results, in order.
+    Attributes for inspection: `plan`, `program` (print it), and `layouts`, the layout of each tensor of the results, in
+    order.
     """
 
     def __init__(
@@ -103,24 +104,26 @@ class ForwardStep:
 
     @property
     def layouts(self) -> tuple[TensorLayout, ...]:
-        """How the ranks hold each tensor of the results; axes in time count micro-batches."""
+        """The layout of each tensor of the results, in order. Axes in time count micro-batches."""
         return tuple(self.local.layouts.values())
 
     @property
     def program(self) -> ProgramText:
-        """The program that this rank runs, with every collective, its axis and its bytes."""
+        """The program of this rank: print it to see every collective, with its axis and bytes."""
         local = self.local
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(local.made.graph, local.parts, [], [], local.rank.comm.rank, stages)
 
     def check_unchanged(self) -> None:
-        """Raise RunError where the model, or what `outputs` reads, is another than when this was built."""
+        """Raise RunError if the model, or a value that `outputs` reads, has changed since this step was built."""
         if isinstance(self._guards, Guards):
             self._guards.check()
 
     def beside(self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs) -> ForwardStep:
-        """Another program over the very parameters and buffers of this one: of other shapes, with other results.
-        Collective. `model` is the one that this was built from, or the same on the meta device."""
+        """Build another program, for other shapes or results, on the same parameters and buffers. Every rank calls it.
+
+        `model` is the one that this step was built from, or the same on the meta device.
+        """
         local = self.local
         tag = local.executor.borders.first_free_tag + 1
         build = shared_forward(
@@ -129,14 +132,18 @@ class ForwardStep:
         return build(model, batch, outputs)
 
     def __call__(self, batch: Any, *, gather: bool = True, share: bool = True) -> Any:
-        """Return the results for a batch: the tensors of ``outputs(model, batch)`` in a nest of dicts, lists and
-        tuples.
+        """Run the forward pass and return the results, tensors nested as `outputs` returns them. Every rank calls it.
 
-        `batch` is the global batch, the same on every rank, or a shard read by `mw.shard_loader`. With `gather` every
-        rank gets full tensors, else its shard of each (`layouts`), with those of several micro-batches one after the
-        other. In a pipeline `share` sends full results to the ranks of all stages; without it, or without `gather`,
-        ranks that did not compute a result get None. A batch of another shape is another program over the same weights,
-        captured at the first such call. Collective: all ranks pass the same switches. Raises BatchError.
+        A batch of another shape is captured when it first occurs.
+
+        Args:
+            batch: The global batch, the same on every rank, or a shard from `mw.shard_loader`.
+            gather: Every rank gets full tensors. With False it gets its shard of each (`layouts`), those of several
+                micro-batches concatenated.
+            share: In a pipeline, send full results to the ranks of all stages. With False, or with ``gather=False``,
+                ranks that did not compute a result get None.
+
+        Raises BatchError on all ranks.
         """
         check_switches(gather=gather, share=share)
         self._check(batch)
@@ -201,27 +208,27 @@ def forward_step(
     device: torch.device | str | None = None,
     **techniques: Unpack[Options],
 ) -> ForwardStep:
-    """Build a step that computes ``outputs(model, batch)`` on the launched ranks, without gradients. Collective.
+    """Build a step that computes ``outputs(model, batch)`` on the launched ranks without gradients. Every rank calls
+    it.
 
-    `outputs` returns a tensor, or a nest of dicts, lists, tuples and dataclasses of them; by default what the model
-    does. `model` runs in the mode it is in: call ``model.eval()`` before. `batch` is an example of shapes.
+    Args:
+        model: A module in the mode to run in: call ``model.eval()`` before. On the meta device it needs `weights`.
+        batch: An example of the global batch.
+        outputs: Returns a tensor, or nested dicts, lists, tuples and dataclasses of tensors; by default
+            ``model(**batch)`` for a dict and ``model(batch)`` otherwise.
+        plan: A plan of this program or of a training step of the model, or the path of its file. Options of training in
+            it are ignored. Without it one is made with `mesh`, `mode`, `pins`, `cluster` and `techniques`, as by
+            `mw.plan`.
+        seed: Seed of random operators.
+        exact_random: True draws the random numbers of one device under any plan.
+        broadcast: As in `mw.train_step`.
+        weights: A checkpoint, a safetensors file or a Hugging Face folder. Each rank reads only its shards.
+        init: A function that builds the model. It computes buffers that the file lacks and that are on the meta device.
+        cast: Convert floating-point weights to the dtype of the model.
+        device: The device of loaded weights; by default the CPU.
 
-    `plan`: one of this program, or that of a training step of the model (or the path of its file), whose shardings,
-    stages and storage hold here too. Without it one is made with `mesh`, `mode`, `pins`, `cluster` and `techniques` as
-    `mw.plan` does, where those that are about gradients have no meaning and are refused. `broadcast` as in
-    `mw.train_step`.
-
-    Parameters that the plan replicates stay the model's own tensors; of those it shards, the step keeps this rank's
-    shard.
-
-    A `model` on the meta device has no values: `weights` is where they are, a checkpoint, a safetensors file or the
-    folder of a Hugging Face model. Each rank reads its shards of them onto `device` (the CPU); none holds the full
-    model. `cast` takes values of another floating dtype into that of the model. Buffers that no file has (positions,
-    masks) are the model's own where they are real, else those that `init`, the function that builds the model
-    (``lambda: MyModel(config)``), computes.
-
-    Raises a subclass of MeshwrightError before a process group is made; only shards of a file that are damaged are
-    found later, on all ranks.
+    Replicated parameters stay the tensors of `model`; of sharded ones the step keeps this rank's shard. Raises a
+    subclass of MeshwrightError before a process group is made; damaged shards of a file raise later, on all ranks.
     """
     asked = options_beside(plan, techniques)
     request = request_for(cluster, None)
@@ -290,10 +297,10 @@ def forward_step(
 
 
 def forward(model: torch.nn.Module, batch: Any, **how: Any) -> Any:
-    """``outputs(model, batch)`` once, without gradients, under any plan: ``mw.forward(model, batch, plan=plan)``.
+    """Run a model once, without gradients, under any plan, and return its results. Every rank calls it.
 
-    `gather` and `share` are those of `ForwardStep`, all else is as in `forward_step`. To run more batches of one shape
-    keep what that returns.
+    `gather` and `share` are those of `ForwardStep`; all other arguments are those of `forward_step`. For several
+    batches of one shape, build a `forward_step` once and call it.
     """
     asked = {name: how.pop(name) for name in ("gather", "share") if name in how}
     return forward_step(model, batch, **how)(batch, **asked)

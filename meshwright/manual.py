@@ -34,11 +34,16 @@ from meshwright.search.wanted import MeshLike, mesh_from
 
 
 def world(mesh: MeshLike = None, device: torch.device | str = "cpu", *, check: bool = True) -> World:
-    """This rank in a launched job. Makes the process groups of every run of the mesh's axes. Collective: all
-    ranks call it. `check=False`: members do not tell each other what they are about to do before a collective, which
-    costs one more message (and, on a GPU, waits for it); then uneven blocks need sizes, and ranks that disagree hang.
+    """Return this rank of a launched job, with collectives over the axes of a mesh. Every rank calls it.
 
-    Raises RunError when another number of ranks was launched.
+    Args:
+        mesh: A `Mesh`, axis sizes or a number of ranks; by default all launched ranks.
+        device: The device of the tensors that are sent.
+        check: Before each collective, ranks compare what they are about to call. This costs one more message (on a GPU
+            it also waits for it). With False, uneven shards need explicit sizes, and ranks that call different
+            collectives hang.
+
+    Raises RunError if the mesh has another number of ranks than were launched.
     """
     chosen = mesh_from(mesh)
     check_world(chosen)
@@ -52,11 +57,11 @@ def world(mesh: MeshLike = None, device: torch.device | str = "cpu", *, check: b
 
 
 class ManualStep:
-    """A step of the user's own eager model: forward, backward, gradients over the mesh in buckets, update.
+    """A data parallel step of an eager model, returned by `mw.manual_step`: ``loss = step(batch)``.
 
-    The batch is this rank's own, of any shape; the returned loss is the mean over the reduced axes. Gradients are added
-    up while backward runs. A parameter that has none on some ranks counts as zero there; one that has none on any keeps
-    none, and the optimizer leaves it alone. After a call ``parameter.grad`` is what the update took.
+    Gradients are reduced in buckets while backward runs. A parameter that has a gradient on some ranks only counts as
+    zero on the others; one without a gradient on any rank keeps none and is not updated. After a call,
+    ``parameter.grad`` is the gradient that the update used.
     """
 
     def __init__(
@@ -104,9 +109,12 @@ class ManualStep:
         self._synced, self._accumulated = True, False
 
     def __call__(self, batch: Any, *, update: bool = True) -> Any:
-        """One step on this rank's own batch. Without `update` nothing is sent: gradients are kept, and added to those
-        of the next call, as ``loss.backward()`` does, and the loss is this rank's own. Where the loss function gives
-        ``(loss, outputs)``, so does this: outputs are this rank's own, detached."""
+        """Run one step on this rank's own batch, of any shape, and return the mean loss over the reduced axes.
+
+        With ``update=False`` nothing is sent: gradients are kept and added to those of the next call, and the loss is
+        this rank's own. If the loss function returns ``(loss, outputs)``, so does the step; outputs are this rank's
+        own, detached.
+        """
         check_switches(update=update)
         self._check_parameters()
         kept = [p.grad if self._accumulated else None for p in self.parameters]
@@ -133,8 +141,7 @@ class ManualStep:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Calls inside do not update and send nothing, as with ``update=False``: gradients add up until the next call
-        outside."""
+        """Within this context, calls accumulate gradients, send nothing and do not update, as with ``update=False``."""
         before, self._synced = self._synced, False
         try:
             yield
@@ -143,8 +150,7 @@ class ManualStep:
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients of the last update, before they were clipped. Raises RunError where none was
-        computed."""
+        """The global 2-norm of the last update's gradients before clipping. Raises RunError if none was computed."""
         if self._norm is None:
             raise RunError(
                 "the norm of the gradients is not known",
@@ -154,8 +160,11 @@ class ManualStep:
         return self._norm
 
     def evaluate(self, batch: Any) -> Any:
-        """The loss over all ranks, each on a batch of its own, in evaluation mode and without gradients; and this
-        rank's outputs, where the loss function gives them."""
+        """Return the mean loss over the ranks, each on its own batch, in evaluation mode and without gradients.
+
+        If the loss function returns ``(loss, outputs)``, so does this; outputs are this rank's own. Every rank calls
+        it.
+        """
         training = [m for m in self.model.modules() if m.training]
         self.model.eval()
         try:
@@ -250,16 +259,23 @@ def manual_step(
     bucket_bytes: int = BUCKET_BYTES,
     clip_norm: float | None = None,
 ) -> ManualStep:
-    """A step for an eager model, as `DistributedDataParallel` has it. Gradients are averaged (or summed) over
-    `reduce_over`, by default all axes.
+    """Build a data parallel step for a model that runs eagerly, as with `DistributedDataParallel`. Every rank calls it.
 
-    Parameters that match `local_parameters` are this rank's own part and are not reduced (MindSpore's
-    ``layerwise_parallel``). All other parameters and buffers start equal on the ranks of `reduce_over`: where they
-    differ all take those of the first of them, or of the one that has the number `broadcast` among them; with
-    ``broadcast=False`` a difference raises RunError. `broadcast_buffers`: after each update all take the buffers of the
-    first (running statistics, which every rank has of its own part of the batch). `bucket_bytes`: gradients of so many
-    bytes are added up together. `clip_norm`: the norm of all gradients is clipped to it, `ManualStep.grad_norm`. Raises
-    StrategyError for a pattern that matches nothing.
+    Args:
+        model: Any module; it stays full on every rank.
+        optimizer: A function that takes the parameters and returns a `torch.optim.Optimizer`.
+        loss: ``loss(model, batch)`` returns a scalar, or a scalar and outputs. By default ``model(**batch).loss``.
+        mesh: A `Mesh`, axis sizes or a number of ranks; by default all launched ranks.
+        reduce_over: The axes over which gradients are averaged; by default all.
+        average: False sums gradients instead.
+        local_parameters: Patterns of parameters that belong to this rank alone and are not reduced, such as experts.
+        broadcast: Where initial values differ, take those of the first rank (True) or of the rank with this number.
+            With False a difference raises RunError.
+        broadcast_buffers: Take the buffers of the first rank after each update.
+        bucket_bytes: Bytes of gradients that are reduced together.
+        clip_norm: Clip gradients to this global 2-norm (`ManualStep.grad_norm`).
+
+    Raises StrategyError for a pattern that matches nothing.
     """
     check_model(model)
     source_of(broadcast)

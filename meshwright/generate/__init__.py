@@ -51,8 +51,10 @@ Build = Callable[[Any, Outputs], ForwardStep]
 
 
 class Generator:
-    """A generator of tokens, returned by `mw.generator`. `first`: the program for prompts as long as the example, with
-    its `plan` and `program` for inspection."""
+    """A generator of tokens, returned by `mw.generator`.
+
+    `first` is the program for prompts as long as the example; inspect its `plan` and `program`.
+    """
 
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor, build: Build, shares: bool = False) -> None:
         """`build` makes the first forward step, and all others where those that it makes share what they hold."""
@@ -81,14 +83,16 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **how: Any) -> Any:
-        """Generate tokens as ``model.generate(input_ids, **how)`` of transformers does, greedily or by sampling.
+        """Generate tokens as ``model.generate(input_ids, **how)`` of transformers does, greedily or by sampling. Every
+        rank calls it with equal arguments.
 
-        Returns token ids [batch, prompt + new], or the object requested by ``return_dict_in_generate=True``. `how`:
-        transformers' own arguments, such as ``attention_mask`` (prompts are padded on the left), ``max_new_tokens``,
-        ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``pad_token_id``, ``generation_config``,
-        ``logits_processor``. Every rank draws from the state of rank 0's random generator; the generators of the other
-        ranks continue from their own states. Collective: all ranks pass the same. Raises RunError for beam search and
-        other modes that are neither greedy nor sampled, BatchError if ranks pass different prompts or options.
+        `how` are transformers' own arguments, such as ``attention_mask`` (prompts are padded on the left),
+        ``max_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``pad_token_id``,
+        ``generation_config`` and ``logits_processor``. Every rank draws from rank 0's random generator.
+
+        Returns token ids [batch, prompt + new], or an object with ``return_dict_in_generate=True``. Raises RunError for
+        beam search and other modes that are neither greedy nor sampled, and BatchError if ranks pass different prompts
+        or options.
         """
         self.first.check_unchanged()
         input_ids = prompts(self._shell, input_ids)
@@ -240,12 +244,17 @@ def generator(
     device: torch.device | str | None = None,
     **techniques: Unpack[Options],
 ) -> Generator:
-    """Build what generates tokens with a causal model of Hugging Face on the launched ranks. Collective, once.
+    """Build a generator of tokens for a causal language model of Hugging Face. Every rank calls it.
 
-    `batch` is an example of prompts: token ids [batch, tokens], or what a tokenizer gives. Prompts may be longer,
-    shorter, more or fewer as they come: a program is made for each number of prompts and each padded length. All else
-    is as in `mw.forward_step`; ``model.eval()`` before. Under tensor parallelism the cache of keys and values is
-    sharded by heads, under data parallelism by prompts. Raises RunError for what is no such model.
+    The key-value cache is sharded by heads under tensor parallelism and by prompts under data parallelism. A program is
+    built for each number of prompts and each padded length. All arguments that are not listed are those of
+    `mw.forward_step`.
+
+    Args:
+        model: The model, in evaluation mode (``model.eval()``).
+        batch: Example prompts: token ids [batch, tokens], or what a tokenizer returns.
+
+    Raises RunError for a model that is not a causal language model.
     """
     check_model(model)
     ids = prompts(model, batch)

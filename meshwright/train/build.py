@@ -112,32 +112,37 @@ def train_step(
     max_programs: int = 16,
     **techniques: Unpack[Options],
 ) -> TrainStep:
-    """Build the step of this rank. Call it on every launched rank (or alone, for a plan of one rank).
+    """Build a training step. Every launched rank calls it; a script that was not launched is one rank.
 
-    `optimizer` makes a `torch.optim.Optimizer` from what this rank updates of the parameters; for groups by name,
-    ``parameters.named()`` gives each with its name. `batch` is an example of shapes. Without
-    `plan` (or the path of a plan file), one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`
-    as `mw.plan` does.
-    `clip_norm` clips gradients by their global norm (`TrainStep.grad_norm`). `skip_nonfinite` leaves out steps with
-    gradients that are not finite on some rank. `scaler` (``torch.amp.GradScaler("cuda")``) scales the loss of float16,
-    and does all that its ``scale``, ``unscale_``, ``step`` and ``update`` do. `exact_random` gives dropout and
-    random numbers the very values of one device (slower); ``"torch"`` those of plain PyTorch on a CPU after
-    ``torch.manual_seed`` (slower yet). Rank 0 captures and plans, the others receive graph and plan. Ranks compare
-    checksums of parameters and buffers; where they differ all take those of rank 0, with a remark, or of the rank
-    that `broadcast` names. ``broadcast=False`` refuses a difference.
+    The step takes the parameters and buffers out of `model`: reading them there raises RunError until `TrainStep.full`
+    or `TrainStep.copy_to` gives them back. A second step of the same model trains the same weights, by the plan of the
+    first. Without `plan` one is made with `mesh`, `mode`, `pins`, `cluster`, `memory` and `techniques`, as by
+    `mw.plan`; rank 0 captures and plans for all.
 
-    The step takes the parameters and buffers that the loss uses out of `model`, which has no values from then on, under
-    every plan: reading them raises RunError. `TrainStep.full` fills it for a while.
+    Args:
+        model: A module on one device, or on the meta device with `init`.
+        optimizer: A function that takes this rank's shards of the parameters and returns a `torch.optim.Optimizer`. Use
+            ``parameters.named()`` to select parameters by name.
+        batch: An example of the global batch. A batch of another shape is captured when it first occurs.
+        loss: ``loss(model, batch)`` returns a scalar, or a scalar and outputs. By default ``model(**batch).loss``.
+        plan: A plan, or the path of a plan file.
+        clip_norm: Clip gradients to this global 2-norm (`TrainStep.grad_norm`).
+        skip_nonfinite: Skip an update on all ranks if a gradient on any rank is not finite.
+        scaler: A `torch.amp.GradScaler` that scales the loss and decides which updates are skipped.
+        bucket_bytes: Bytes of gradients that are reduced together; by default as `fusion` says.
+        seed: Seed of dropout and other random operators.
+        exact_random: True draws the random numbers of one device under any plan (slower). ``"torch"`` draws those of
+            plain PyTorch on a CPU after ``torch.manual_seed`` (slower still).
+        broadcast: Take the initial weights of rank 0 (True) or of the rank with this number where ranks differ. With
+            False a difference raises an error.
+        init: For a model on the meta device, a function that builds it (``lambda: MyModel(config)``). Each rank makes
+            its own shards, one parameter after the other, with the values that ``init()`` draws on rank 0's CPU.
+        device: The device of the shards; by default that of `model`, or the CPU with `init`.
+        cache: A folder in which captures are stored for the next start.
+        max_programs: How many programs, for different shapes, modes and frozen parameters, are kept.
+        techniques: Options such as ``optimizer_parallel=3`` or ``micro_batches=4``; see the page on techniques.
 
-    A `model` on the meta device has no values: `init`, the function that builds it (``lambda: MyModel(config)``), is
-    followed without memory, and each rank makes its parts, one parameter after the other, on `device` (the CPU), bit
-    for bit as ``init()`` would on rank 0's CPU from the state of its random generator.
-
-    A batch of another shape, a changed ``requires_grad``, ``model.train()`` or ``model.eval()`` is another program over
-    the same weights: it is captured at the first such call, and kept, up to `max_programs`. A second step of one model,
-    with another loss or another optimizer, trains the same weights, too; its plan is that of the first.
-
-    Raises a subclass of MeshwrightError before a process group is made.
+    Raises a subclass of MeshwrightError on all ranks, for bad arguments before a process group is made.
     """
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
@@ -302,7 +307,7 @@ def _local_step(
 
 
 def shutdown() -> None:
-    """Leave together: a barrier, then the end of the process groups (gloo aborts if a peer leaves in a collective)."""
+    """End the process groups on all ranks, after a barrier. Call it at the end of a script, on every rank."""
     forget_states()
     if dist.is_initialized():
         leave()

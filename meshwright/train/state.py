@@ -66,13 +66,19 @@ class StepState:
     def forward_step(
         self, model: torch.nn.Module, batch: Any, outputs: Outputs = default_outputs
     ) -> ForwardStep:
-        """Build a forward step that computes ``outputs(model, batch)`` without gradients, on the parameters and buffers
-        that this step trains, without a copy. Collective; the result can be called any number of times.
+        """Build a forward step that computes ``outputs(model, batch)`` on the parameters and buffers of this step.
+        Every rank calls it.
 
-        `model` is the one that the step was built from, in the mode to run in (``model.eval()``), or another of its
-        configuration, also on the meta device: only its code is read. `batch` is an example of shapes, which may differ
-        in size from the training batch. Operators are sharded as in the step's plan. Raises CaptureError, and PlanError
-        for a model with other parameters.
+        There is no second copy of the weights, and each call sees the latest update. Operators are sharded as in the
+        plan of this step.
+
+        Args:
+            model: The model of this step, or another of the same configuration, also on the meta device: only its code
+                is used. Its mode counts: pass ``model.eval()`` to evaluate.
+            batch: An example batch; its size may differ from that of training.
+            outputs: Returns a tensor, or nested dicts, lists, tuples and dataclasses of tensors.
+
+        Raises CaptureError for a model that cannot be captured, and PlanError for one with other parameters.
         """
         local = self.local
         tag = 0 if local.pipe is None else local.state.next_tag + 1
@@ -83,16 +89,23 @@ class StepState:
         )(model, batch, outputs)
 
     def generator(self, model: torch.nn.Module, batch: Any) -> Generator:
-        """Build a generator of tokens on the parameters that this step trains: `mw.generator` without a copy. `model`
-        as in `forward_step`, a causal model of Hugging Face; `batch` is an example of prompts."""
+        """Build a generator of tokens on the parameters of this step, as `mw.generator` does but without a copy. Every
+        rank calls it.
+
+        Args:
+            model: A causal language model of Hugging Face, as for `forward_step`.
+            batch: Example prompts: token ids [batch, tokens], or what a tokenizer returns.
+        """
         check_model(model)
         return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 
     @with_plain_parameters
     @heartbeat.during("putting the state together")
     def full_state(self) -> dict[str, torch.Tensor]:
-        """A full copy of every parameter and buffer, as `load_state_dict` of the model takes them: those that a model
-        makes anew are left out. Collective: all ranks call it."""
+        """Return full copies of all parameters and buffers by name, for ``model.load_state_dict``. Every rank calls it.
+
+        Buffers that the model does not save (``persistent=False``) are left out.
+        """
         return {
             name: value
             for entry, value in copies(self.local)
@@ -102,12 +115,19 @@ class StepState:
 
     @contextlib.contextmanager
     def full(self, rank: int | None = None, memory: float | None = None) -> Iterator[Any]:
-        """``with step.full() as model:`` the module that the step was built from, with the trained values. Collective.
+        """Lend the full trained values to the module that the step was built from: ``with step.full() as model:``.
+        Every rank calls it.
 
-        Elsewhere the module has none, under every plan, and says so. Each rank has copies of all parameters and buffers
-        within the block, gathered one after the other; with `rank` that rank alone, and the others have None. Equal
-        changes on all ranks within the block are kept: the step goes on from them. RunError on all ranks for changes
-        that differ or are made with `rank`, and where the copies need more than `memory` bytes.
+        Outside the block the module has no values, and reading them raises an error. Changes to weights inside the
+        block are kept if all ranks make the same ones.
+
+        Args:
+            rank: The only rank that gets the model; the others get None, and changes raise an error. By default all
+                ranks.
+            memory: Limit in bytes of the copies on a rank.
+
+        Raises RunError on all ranks for changes that differ between ranks, and if the copies need more than `memory`
+        bytes.
         """
         with (
             self.local.state.access.inside(),
@@ -116,9 +136,11 @@ class StepState:
             yield model
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write the folder of a Hugging Face model, which ``from_pretrained(folder)`` loads: configuration, weights,
-        options of generation. Collective: rank 0 writes, by the model's own ``save_pretrained(folder, **options)``,
-        with the full model in its memory, while others wait. Raises RunError for other models."""
+        """Write a Hugging Face folder, which ``from_pretrained(folder)`` loads. Every rank calls it; rank 0 writes.
+
+        Rank 0 holds the full model while it calls ``model.save_pretrained(folder, **options)``. Raises RunError for a
+        model that is not from Hugging Face.
+        """
         if not callable(getattr(self._model, "save_pretrained", None)):
             raise RunError(
                 f"{type(self._model).__name__} has no save_pretrained",
@@ -132,9 +154,11 @@ class StepState:
 
     @with_plain_parameters
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take parameters and buffers from full tensors, as the model's own ``load_state_dict`` does; the optimizer's
-        states stay. Collective: all ranks give equal tensors, and each takes its shards. Raises RunError on all ranks
-        for names or shapes of another model."""
+        """Load parameters and buffers from full tensors by name. Every rank calls it with equal tensors and keeps its
+        shards.
+
+        Optimizer states stay as they are. Raises RunError on all ranks for names or shapes of another model.
+        """
         load_full(self.local, self._own_model(), self._model, state, sorted(self._temporary))
 
     def _own_model(self) -> Hollow:
@@ -144,26 +168,32 @@ class StepState:
 
     @with_plain_parameters
     def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
-        """Write a checkpoint that loads under any plan on any number of ranks: ``path/step-00000100``. Collective.
+        """Write a checkpoint that loads under any plan and on any number of ranks. Every rank calls it.
 
-        It has parameters, buffers, the optimizer's states and options, the count of steps, the states of random
-        generators and the plan. `data` is what the user wants back besides: JSON, tensors, and objects with
-        ``state_dict`` such as a loader or a scheduler, equal on all ranks. `keep`: how many checkpoints stay in `path`,
-        None for all. With `async_` the values are copied to the host's memory, and written while training goes on;
-        the next `save`, or `wait`, raises what went wrong.
+        It contains parameters, buffers, the optimizer's states and options, the step count, the states of random
+        generators and the plan. It gets its name only when it is complete and on disk, so an interrupted save leaves
+        the previous checkpoint intact.
 
-        A checkpoint gets its name once it is complete and on the disk: whoever is killed leaves the one before. Raises
-        CheckpointError on all ranks."""
+        Args:
+            path: A folder on a file system that all ranks share. The checkpoint is ``path/step-00000100``.
+            data: More to save, equal on all ranks: JSON values, tensors, and objects with ``state_dict`` such as a
+                loader or a scheduler, alone or in dicts and lists.
+            async_: Copy the values to host memory, return, and write while training continues. The next `save`, or
+                `wait`, raises the error if writing fails.
+            keep: How many checkpoints to keep in `path`; None keeps all.
+
+        Returns the path of the checkpoint. Raises CheckpointError on all ranks.
+        """
         check_switches(async_=async_)
         return self._saves.save(path, data=data, async_=async_, keep=keep)
 
     @property
     def saving(self) -> bool:
-        """True if a save goes on beside the steps."""
+        """True while an asynchronous save is running."""
         return self._saves.under_way
 
     def wait(self) -> None:
-        """Wait for a save that is under way. Raises CheckpointError where it went wrong."""
+        """Wait for a running asynchronous save. Raises CheckpointError if it failed."""
         self._saves.wait()
 
     @with_plain_parameters
@@ -176,18 +206,23 @@ class StepState:
         random: bool = True,
         cast: bool = False,
     ) -> Loaded:
-        """Go on from a checkpoint: the newest in `path`, or the one that `path` is. Collective.
+        """Load a checkpoint, whatever plan and number of ranks it was saved under. Every rank calls it.
 
-        Parameters, buffers, the optimizer's states and options and the count of steps are as they were, whatever plan
-        they were saved under. Each rank has the random generators that the rank of its number had; a rank that was not
-        there begins new ones. `path` may also be a safetensors file or the folder of a Hugging Face model: then the
-        weights alone are taken, also where their names have a prefix more or less. `data`: objects with
-        ``load_state_dict`` in the places where they stood when saving. `cast`: values of another floating dtype are
-        taken into that of the step.
+        It restores parameters, buffers, the optimizer's states and options, the step count and random generators. All
+        that a rank reads is checked first, so a load that raises an error leaves the step unchanged. If the newest
+        checkpoint is incomplete, the one before is loaded, and rank 0 prints a warning on stderr.
 
-        Raises CheckpointError on all ranks: for damaged files, a newer version, another model (what differs is
-        listed), another optimizer, ranks that name different paths. The step is untouched then: each rank checks what
-        it will read before it does. Rank 0 says on stderr which newer checkpoints were incomplete and passed over."""
+        Args:
+            path: A folder of checkpoints (the newest is loaded), one checkpoint, a safetensors file or a Hugging Face
+                folder. From the last two only weights are loaded; their names may have an extra prefix or lack one.
+            data: The structure that was passed to `save`; its objects get ``load_state_dict``.
+            optimizer: False loads weights only.
+            random: False leaves the random generators as they are.
+            cast: Convert values of another floating-point dtype to the dtype of the step.
+
+        Raises CheckpointError on all ranks for damaged files, a newer format, another model (it lists the differences)
+        or optimizer, and ranks that pass different paths.
+        """
         check_switches(optimizer=optimizer, random=random, cast=cast)
         self._saves.wait()
         return load(
@@ -203,18 +238,22 @@ class StepState:
 
     @with_plain_parameters
     def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
-        """`load` of the newest checkpoint in `path` that is not damaged, or nothing where there is none: what a script
-        that may have been started again begins with. Collective. Rank 0 prints which ones are damaged on stderr.
+        """Load the newest undamaged checkpoint in `path`, or nothing if there is none. Every rank calls it, at the
+        start of a script that may be a restart.
 
-        Raises CheckpointError where all are, and for those of another model or optimizer."""
+        Returns None if there was no checkpoint. Rank 0 prints on stderr which checkpoints are damaged. Raises
+        CheckpointError if all are, and for a checkpoint of another model or optimizer.
+        """
         self._saves.wait()
         return resume(self.local, path, told=_on_stderr, data=data, temporary=self._temporary)
 
     @with_plain_parameters
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Write the trained values into a model. Collective: all ranks call it. The module that the step was built from
-        has them until the next step, in copies. Raises CaptureError for what is no module, and RunError for one that
-        lacks a parameter or has it in another shape."""
+        """Write the trained values into `model` and return it. Every rank calls it.
+
+        The module that the step was built from keeps them until the next step. Raises CaptureError if `model` is not a
+        module, and RunError if it lacks a parameter or has it in another shape.
+        """
         check_model(model)
         if self._hollow is not None and model is self._model:
             self._hollow.check_anew()

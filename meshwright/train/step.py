@@ -44,11 +44,10 @@ log = logging.getLogger("meshwright")
 
 
 class TrainStep(StepState):
-    """A training step, returned by `mw.train_step`. Call it with a batch; it returns the global loss, a tensor that is
-    equal on all ranks.
+    """A training step, returned by `mw.train_step`: ``loss = step(batch)``.
 
-    For inspection: `plan`, `program` (print it), `optimizer`, `parameters` (name → this rank's shard), `rank` and
-    `mesh`.
+    Attributes for inspection: `plan`, `program` (print it), `optimizer`, `parameters` (name to this rank's shard),
+    `rank` and `mesh`.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class TrainStep(StepState):
 
     @property
     def steps(self) -> int:
-        """How many steps have been done, those before a checkpoint that was loaded among them."""
+        """The number of steps done so far, including those before a loaded checkpoint."""
         return self.local.rank.step
 
     @property
     def program(self) -> ProgramText:
-        """The program that this rank runs, with every collective of forward and backward, its axis and its bytes."""
+        """The program of this rank; print it to see every collective, with its axis and bytes."""
         local = self.local
         stages = {} if local.pipe is None else {s: local.pipe.cut[s] for s in local.pipe.mine}
         return ProgramText(
@@ -124,16 +123,23 @@ class TrainStep(StepState):
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Name → this rank's part of a trained parameter."""
+        """This rank's shards of the trained parameters, by name."""
         self.local.state.access.lend()
         return self.local.offered
 
     @with_plain_parameters
     def __call__(self, batch: Any, *, update: bool = True, gather: bool = True) -> Any:
-        """One step on the full batch (every rank gives the same one and takes its part), or on this rank's part as
-        `mw.shard_loader` reads it. Without `update` its gradients are kept, and added to those of the next call, as
-        ``loss.backward()`` does. A loss function that returns ``(loss, outputs)`` gives both: tensors of outputs are
-        full on all ranks, or this rank's shards without `gather`. Raises BatchError."""
+        """Run one step, forward, backward, reduction and update, and return the loss of the global batch. Every rank
+        calls it.
+
+        Args:
+            batch: The global batch, the same on every rank, or this rank's shard from `mw.shard_loader`.
+            update: False keeps the gradients and adds those of the next call, as ``loss.backward()`` does.
+            gather: If the loss function returns ``(loss, outputs)``, so does the step. Outputs are full on all ranks,
+                or this rank's shards with ``gather=False``.
+
+        Raises BatchError on all ranks for a batch that does not match the model, or if ranks pass different batches.
+        """
         check_switches(update=update, gather=gather)
         local, given = self._program_for(batch)
         update = update and self._updates
@@ -163,7 +169,7 @@ class TrainStep(StepState):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Calls inside do not update, as with ``update=False``: gradients add up until the next call outside."""
+        """Within this context, calls accumulate gradients and do not update, as with ``update=False``."""
         before, self._updates = self._updates, False
         try:
             yield
@@ -172,8 +178,10 @@ class TrainStep(StepState):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The global norm of the last update's gradients, before they were clipped; equal on all ranks. Raises RunError
-        where none was computed."""
+        """The global 2-norm of the last update's gradients before clipping, equal on all ranks.
+
+        Raises RunError if none was computed; ``clip_norm=math.inf`` computes it without clipping.
+        """
         if self.local.before.norm is None:
             why = (
                 "no step has been done"
@@ -189,12 +197,12 @@ class TrainStep(StepState):
 
     @property
     def skipped(self) -> int:
-        """How many steps were left out because of non-finite gradients; `steps` counts them, too."""
+        """The number of updates skipped because of gradients that were not finite; `steps` counts these steps too."""
         return self.local.before.skipped
 
     @property
     def takes_other_shapes(self) -> bool:
-        """True if a batch of another shape than the example's is another program."""
+        """True if batches of other shapes than the example are captured as further programs."""
         return self._programs is not None
 
     def _program_for(self, batch: Any) -> tuple[LocalStep, Given]:
@@ -211,38 +219,46 @@ class TrainStep(StepState):
 
     @with_plain_parameters
     def gradients(self, batch: Any) -> torch.Tensor:
-        """Loss and gradients without an update."""
+        """Compute loss and gradients without an update, and return the loss."""
         local, given = self._program_for(batch)
         return local.gradients(given)
 
     @with_plain_parameters
     def gradient_norms(self) -> dict[str, torch.Tensor]:
-        """Name → the 2-norm of the full gradient of the last call, after clipping, equal on all ranks that have the
-        parameter: all, or those of its stages in a pipeline. Empty before the first call. Collective."""
+        """Return the 2-norm of each parameter's full gradient in the last call, after clipping. Every rank calls it.
+
+        The norms are equal on all ranks that have the parameter: all ranks, or those of its pipeline stages. The dict
+        is empty before the first call.
+        """
         return self._last.gradient_norms()
 
     @with_plain_parameters
     def local_norms(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Name → the 2-norm of this rank's gradient before it is added up with those of other ranks, without an update.
+        """Return the 2-norm of this rank's gradient of each parameter before the reduction, without an update. Every
+        rank calls it.
 
-        Collective: all ranks call it. A weight that is stored in parts, and gathered where it is used, has its part of
-        the sum already; with `gradient_accumulation_shard` the norm is that of the last micro-batch.
+        For a weight that is stored sharded and gathered for use, it is the norm of its shard after the reduction. With
+        `gradient_accumulation_shard` it is that of the last micro-batch.
         """
         local, given = self._program_for(batch)
         return local.local_norms(given)
 
     @with_plain_parameters
     def find_anomaly(self, batch: Any) -> Anomaly | None:
-        """The operator that first makes a value that is not finite, in forward or else in backward, with its line and
-        the ranks; None where loss and gradients are finite. Nothing is updated. Collective. Raises BatchError."""
+        """Return the first operator that produces NaN or infinity, with its line and the ranks. Every rank calls it.
+
+        It looks at forward, then at backward, and updates nothing. Returns None if loss and gradients are finite.
+        Raises BatchError.
+        """
         local, given = self._program_for(batch)
         return find_anomaly(local, given)
 
     def trace(self, batch: Any, cluster: Cluster | None = None) -> StepTrace:
-        """A step like any other, with what each rank did when: print it, or `StepTrace.save` it for Perfetto.
+        """Run a normal step and record when each rank did what. Print the result, or `StepTrace.save` it for Perfetto.
+        Every rank calls it.
 
-        Collective: all ranks call it. Beside it stands what the plan claims, or what is predicted for a `cluster`.
-        Raises BatchError, and ClusterError for a cluster of another size.
+        It also shows the predicted step: what the plan claims, or the prediction for a `cluster`. Raises BatchError,
+        and ClusterError for a cluster of another size.
         """
         local, plan = self._program_for(batch)[0], self.plan
         played, prologue, timeline = _predicted(self.parts, cluster)
