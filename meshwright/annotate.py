@@ -56,14 +56,18 @@ def shard(
 def shard(
     target: Any, in_strategy: Sequence[Any] | None = None, out_strategy: Sequence[Any] | None = None
 ) -> Any:
-    """Shard an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)``, ``mw.shard(module, ((2,
+    """Shard an operator or a module: ``mw.shard(torch.matmul, ((2, 4), (4, 1)))(x, w)`` or ``mw.shard(module, ((2,
     1),))``.
 
-    `in_strategy` has an entry for each tensor argument: the number of blocks of each dim, a layout of `mw.Layout`, or
-    None for no constraint; `out_strategy` the same for the results (one entry may stand alone). If the product of
-    blocks is below the number of ranks, the computation is replicated. A module is returned itself, with hooks; a
-    function as a wrapper. Nothing happens on one device. Raises StrategyError for entries that are not integers above
-    0, and for tuples mixed with layouts.
+    A module gets hooks and is returned itself; a function is returned wrapped. On one device nothing changes.
+
+    Args:
+        in_strategy: One entry for each tensor argument: the number of blocks of each dim, a layout of `mw.Layout`, or
+            None for no constraint. If the blocks multiply to fewer than the ranks, the remaining ranks repeat the
+            computation.
+        out_strategy: The same for the results. For one result the entry may stand alone.
+
+    Raises StrategyError for entries that are not positive integers, and for tuples mixed with layouts.
     """
     name = _name_of(target)
     ins = _check_strategies(in_strategy, f"in_strategy of {name}")
@@ -80,7 +84,7 @@ def shard(
 
 
 def reshard(x: torch.Tensor, layout: Cut) -> torch.Tensor:
-    """The same tensor, to be held in this layout from here on. On one device: the tensor itself."""
+    """Return the same tensor in another layout of `mw.Layout`. On one device it returns the tensor itself."""
     (cut,) = _check_strategies((layout,), "layout of mw.reshard")
     return _mark(x, cut, next(_sites), "in", "mw.reshard") if _marking() else x
 
@@ -88,22 +92,27 @@ def reshard(x: torch.Tensor, layout: Cut) -> torch.Tensor:
 def on_host(target: F) -> F:
     """Run a module or a function on the host's processor: ``table = mw.on_host(nn.Embedding(n, d))``.
 
-    Parameters that only it reads live in the host's memory, their gradients and their optimizer's states too; values
-    cross over the link to the host, forward and backward, as transfers of the program. A module is returned itself,
-    with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
+    Parameters that only it reads, their gradients and their optimizer states stay in host memory. Its inputs and
+    results are transferred between host and device, in forward and in backward. A module gets hooks and is returned
+    itself; a function is returned wrapped. Without a plan nothing changes.
     """
     name = f"mw.on_host of {_name_of(target)}"
     return _marked(target, name, mark="host")
 
 
 def manual_split(target: F, rows: Sequence[int]) -> F:
-    """Shard a table along the columns of its indices: ``mw.manual_split(nn.Embedding(64, 16), (10, 20, 30, 4))``.
+    """Shard an embedding table along the columns of its indices: ``mw.manual_split(nn.Embedding(64, 16), (10, 20, 30,
+    4))``.
 
-    `rows` has, for each column (the last dim) of the indices, the number of table rows that belong to it, in order:
-    here column 1 holds indices from 10 to 29. Columns and their rows can then be split together, into uneven blocks,
-    and nothing is sent: pin the columns, ``{"table": {"c": "tp"}}``. A module is returned itself, with hooks; a
-    function as a wrapper. Nothing happens on one device. Raises StrategyError for `rows` that are not positive
-    integers.
+    Each column of the indices looks up its own rows of the table. So columns and rows can be sharded together, in
+    uneven blocks, without communication: pin the columns with ``{"table": {"c": "tp"}}``. A module gets hooks and is
+    returned itself; a function is returned wrapped. On one device nothing changes.
+
+    Args:
+        rows: For each column (last dim) of the indices, the number of table rows that belong to it, in order. Here
+            column 1 holds indices from 10 to 29.
+
+    Raises StrategyError for `rows` that are not positive integers.
     """
     name = f"mw.manual_split of {_name_of(target)}"
     given = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
@@ -125,13 +134,17 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
 
 
 def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
-    """Compute a module or a function again in backward instead of keeping what it makes: ``mw.recompute(block)``.
+    """Recompute a module or a function in backward instead of saving its activations: ``mw.recompute(block)``.
 
-    What enters a call and what it returns is kept as ever. `policy`: ``"full"`` computes all between them again,
-    ``"selective"`` only what is cheap. ``mw.recompute(module, False)`` keeps what it makes though the module around it,
-    or the plan, says otherwise: the innermost annotation counts, and any before ``recompute=`` of the plan. A module is
-    returned itself, with its hooks; a function as a wrapper. Works in every mode; nothing happens without a plan.
-    Raises PlanError for a policy that there is not.
+    The inputs and results of a call are still saved. Of nested annotations the innermost counts, and annotations take
+    precedence over ``recompute=`` of the plan. A module gets hooks and is returned itself; a function is returned
+    wrapped. Without a plan nothing changes.
+
+    Args:
+        policy: ``"full"`` recomputes everything in between, ``"selective"`` only what is cheap, False exempts the
+            module from an outer annotation or from the plan.
+
+    Raises PlanError for an unknown policy.
     """
     name = f"mw.recompute of {_name_of(target)}"
     if not isinstance(enabled, bool):
@@ -152,11 +165,11 @@ def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
 
 
 def stage(target: F, number: int) -> F:
-    """Put a module or a function into a stage of the pipeline: ``mw.stage(model.encoder, 0)``.
+    """Assign a module or a function to a pipeline stage: ``mw.stage(model.encoder, 0)``.
 
-    Stages count from 0 in the order in which the model runs; operators that no call names go where they balance. A
-    module is returned itself, with its hooks; a function as a wrapper. Nothing happens without a plan of
-    ``pipeline=``. Raises PlanError for what is no stage.
+    Stages count from 0 in the order in which the model runs. Operators without a stage are assigned so that stages are
+    balanced. A module gets hooks and is returned itself; a function is returned wrapped. Without ``pipeline=`` nothing
+    changes. Raises PlanError if the stage is not a non-negative integer.
     """
     name = f"mw.stage of {_name_of(target)}"
     if not is_whole(number) or number < 0:

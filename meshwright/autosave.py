@@ -39,12 +39,14 @@ NOTICE_STEPS = 2  # a stop is announced so many steps ahead
 
 
 class Autosave:
-    """Call it after every step. What is not finite is not saved, with a warning in the log. `loaded`: what training
-    went on from, None where it began anew.
+    """Save a training step regularly, resume it at the start, and save on SIGTERM. Call it after every step.
 
-    On SIGTERM (`meshwright run` hands it to all ranks) the ranks agree on a step, save there, leave the process groups
-    and exit with code 0; a second one ends a rank at once. Rank 0 announces the step in a file of the folder. No rank
-    passes it unseen where steps end on none before they have begun on all, as wherever something is reduced over all.
+    If parameters are not finite it does not save and logs a warning. `loaded` is the checkpoint from which training
+    resumed, or None.
+
+    On SIGTERM (`meshwright run` forwards it to all ranks) the ranks agree on a step two steps later, save there, end
+    the process groups and exit with code 0. A second SIGTERM ends a rank immediately. This needs steps in which all
+    ranks meet, as in every step that reduces gradients or the loss over all ranks.
     """
 
     def __init__(
@@ -57,8 +59,16 @@ class Autosave:
         async_: bool = False,
         keep: int | None = 2,
     ) -> None:
-        """Load the newest checkpoint of `path` that is not damaged, if there is one. Collective. `every`: steps from
-        save to save; `data`, `async_` and `keep` as for `TrainStep.save`. Raises CheckpointError."""
+        """Load the newest undamaged checkpoint in `path`, if there is one. Every rank calls it.
+
+        Args:
+            step: The training step.
+            path: A folder that all ranks share.
+            every: Steps between two saves.
+            data: As in `TrainStep.save`, and so are `async_` and `keep`.
+
+        Raises CheckpointError.
+        """
         if not isinstance(step, TrainStep):
             raise CheckpointError(
                 f"the step is {a_type(step)}",
@@ -99,7 +109,7 @@ class Autosave:
         return found
 
     def __call__(self) -> None:
-        """Save if it is time. Exits where the ranks have agreed to stop. Collective."""
+        """Save if `every` steps have passed. If the ranks have agreed to stop, save and exit. Every rank calls it."""
         now, last = self.step.steps, self._last_step()
         if 0 <= last <= now:
             self._end()
@@ -108,7 +118,7 @@ class Autosave:
             self.saved = now
 
     def close(self) -> None:
-        """At the end: wait for a save that is under way, and hear no more signals. Raises CheckpointError."""
+        """Wait for a running save and restore the signal handlers. Raises CheckpointError."""
         self.step.wait()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)

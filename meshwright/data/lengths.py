@@ -16,15 +16,16 @@ LABELS, IGNORED = ("labels", "targets"), -100
 def pad_to(
     lengths: Sequence[int], *, dim: int = 1, values: Mapping[str, float] | None = None
 ) -> Callable[[Any], Any]:
-    """A function that pads each batch to the next of some lengths along `dim`: ``pad = mw.pad_to([128, 256, 512])``,
-    then ``step(pad(batch))``.
+    """Return a function that pads each batch to the next of some lengths: ``pad = mw.pad_to([128, 256, 512])``, then
+    ``step(pad(batch))``.
 
-    `values`: key of the batch → what fills it up. By default ``labels`` and ``targets`` are filled with -100, which
-    `torch.nn.functional.cross_entropy` ignores, so that the mean is over the tokens that were there; all else with 0,
-    which an ``attention_mask`` takes for padding. Tensors without `dim` stay as they are. What the model does with the
-    other tokens is its own: without a mask, a causal model looks at none that come later.
+    Args:
+        dim: The dim that is padded. Tensors that do not have it stay as they are.
+        values: Key of the batch to the value that fills it up. By default ``labels`` and ``targets`` are filled with
+            -100, which `torch.nn.functional.cross_entropy` ignores, and everything else with 0.
 
-    The function raises BatchError for a batch that is longer than all lengths, and for tensors of several lengths.
+    The model must ignore the padding, by an ``attention_mask`` for example; in a causal model no token attends to later
+    ones anyway. The function raises BatchError for a batch longer than all lengths, and for tensors of several lengths.
     """
     sizes = sorted(set(lengths))
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):

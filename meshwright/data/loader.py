@@ -42,26 +42,26 @@ def shard_loader(
     """Load the batches of a step so that each rank reads only its shard: ``for batch in mw.shard_loader(dataset,
     step)``.
 
-    `source`: a `torch.utils.data.DataLoader` as it would be on one device; a dataset with ``len`` and numbered samples
-    (with `shuffle` and the `options` of a DataLoader; the batch size is the step's); or any iterable of full batches,
-    of which each rank keeps its shard. Samples are stacked along dim 0 of every input; of a sample, a rank keeps what
-    its layout of the other dims needs. A dataset may have ``read_part(index, boxes)``, which reads no more than that:
-    `boxes` maps the path of an input to (start, length), or indices, or None for all, along each dim of a sample.
+    Every rank calls it with equal arguments. Samples are read in the order of one device: that of the DataLoader's
+    generator, or that of ``torch.Generator().manual_seed(seed)`` for a dataset.
 
-    The order is that of one device: for a DataLoader that of its generator, for a dataset that of
-    ``torch.Generator().manual_seed(seed)``.
+    Args:
+        source: A `torch.utils.data.DataLoader` as on one device (its batch size is the global one); or a dataset with
+            ``len`` and numbered samples, with `options`; or an iterable of full batches, of which each rank keeps its
+            shard. A dataset may have a method ``read_part(index, boxes)`` that reads only part of a sample: `boxes`
+            maps each input to (start, length), indices, or None for all, along each dim.
+        step: A training step or a forward step.
+        shuffle: Shuffle a dataset anew in each pass.
+        last: ``"drop"`` leaves out a smaller last batch, ``"pad"`` fills it up with samples that the loss ignores
+            (``batch.samples`` is the number of real ones). By default a training step takes it as a batch of another
+            shape, and a forward step raises an error.
+        seed: Seed of the order of a dataset, and of random augmentation.
+        sample_seeds: Draw the random augmentation of a sample from `seed`, the epoch and its number, so that it does
+            not depend on the rank that reads it.
+        whole: Every rank reads full batches and the step takes its shard: for batches of changing shapes.
+        options: Options of a DataLoader for a dataset, such as ``num_workers=4``.
 
-    `last`: a smaller last batch is left out (``"drop"``) or filled up with samples that the loss ignores (``"pad"``; in
-    a forward pass, ``batch.samples`` is the number of real rows). By default a training step takes it as it is, read by
-    all ranks, and a forward step refuses such a dataset.
-
-    `whole`: every rank reads full batches, in the same order, and the step takes its shard; for batches of changing
-    shapes, such as sentences that ``collate_fn`` pads to the longest.
-
-    `sample_seeds`: random augmentation of a sample is drawn from `seed`, the epoch and its number, so that it is the
-    same whichever rank reads it.
-
-    Collective: all ranks call it, with equal arguments. Raises BatchError and RunError, on all ranks where they differ.
+    Raises BatchError or RunError on all ranks.
     """
     local = _local_step(step)
     switches = {"shuffle": shuffle, "sample_seeds": sample_seeds, "whole": whole}

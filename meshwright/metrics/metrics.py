@@ -35,12 +35,12 @@ HINTS = {
 
 
 class Metrics:
-    """Reports steps: ``with mw.Metrics(step, "metrics.jsonl") as metrics:``, and in the loop ``metrics(step(batch))``.
+    """Record loss, speed and memory of a run: ``with mw.Metrics(step, "metrics.jsonl") as metrics:``, and in the loop
+    ``metrics(step(batch))``.
 
-    A record has the loss, seconds of a step, samples and tokens per second, the model's FLOP/s, and their share of the
-    peak (with `cluster`, whose data sheet says it), bytes of memory in use and at the peak, seconds in which this
-    rank waited for others. The loss is read on another thread, once it is there, and files are written there too. Rank
-    0 writes; with `all_ranks` every rank does, rank r into ``metrics.r.jsonl``.
+    A record has the loss, seconds per step, samples and tokens per second, the model's FLOP/s, bytes of memory in use
+    and at the peak, and the seconds in which this rank waited for others. A background thread reads the loss and writes
+    the files, so steps are not slowed down.
     """
 
     def __init__(
@@ -57,10 +57,22 @@ class Metrics:
         all_ranks: bool = False,
         trace_signal: int | None = None,
     ) -> None:
-        """`path` takes lines of JSON, `tensorboard` is a folder, `progress` shows a bar of `total` steps on a terminal;
-        `every` so many steps there is a record. `tokens` of a step where the batch's shapes do not say it.
-        `trace_signal` (``signal.SIGUSR1``): a process that gets it traces its next three steps (`profile`). Raises
-        RunError."""
+        """Open the files.
+
+        Args:
+            step: The training step.
+            path: A file of JSON lines.
+            tensorboard: A folder for TensorBoard.
+            progress: Show a progress bar on rank 0, of `total` steps.
+            every: Steps between two records.
+            tokens: Tokens per step, if the shapes of the batch do not tell.
+            cluster: A cluster whose peak FLOP/s gives the utilisation.
+            all_ranks: Every rank writes, rank r into ``metrics.r.jsonl``. By default only rank 0 does.
+            trace_signal: A process that receives this signal (``signal.SIGUSR1``) traces its next three steps
+                (`profile`).
+
+        Raises RunError.
+        """
         if not isinstance(step, TrainStep | LocalStep):
             raise RunError(
                 f"the step is {a_type(step)}",
@@ -135,9 +147,10 @@ class Metrics:
         self.close(wait=error is None)
 
     def __call__(self, loss: torch.Tensor, **more: Any) -> torch.Tensor:
-        """A step is over: its loss, as the step returned it, and other numbers or tensors of one number under their
-        names. Returns the loss. Raises RunError for what is no number, and where an earlier record could not be
-        written."""
+        """Record a step: its loss, and more numbers (or tensors of one number) by name. Returns the loss.
+
+        Raises RunError for a value that is not a number, and if an earlier record could not be written.
+        """
         if self._failed is not None:
             raise RunError("metrics cannot be written", why=str(self._failed)) from self._failed
         if not isinstance(loss, torch.Tensor):
@@ -169,9 +182,11 @@ class Metrics:
     # ------------------------------------------------------------ traces
 
     def profile(self, steps: int = 3, path: str | Path | None = None) -> Path:
-        """Trace the next steps with torch's profiler; returns the file that Perfetto or chrome://tracing opens. By
-        default it is beside the metrics, by step and rank. It names the rank, its stages, and around the operators the
-        actions of the step: forward of a stage and micro-batch, reduction, update."""
+        """Trace the next steps with torch's profiler, and return the path of the file for Perfetto or chrome://tracing.
+
+        By default the file is next to the metrics; its name has the step and the rank. The trace names the rank and its
+        stages, and groups operators by action: forward of a stage and micro-batch, backward, reduction, update.
+        """
         if not is_whole(steps) or steps < 1:
             raise RunError(f"steps={steps!r} of a trace", why="it is a number of steps", hint="steps=3")
         if self._trace_left:
@@ -234,7 +249,7 @@ class Metrics:
         return record
 
     def close(self, wait: bool = True) -> None:
-        """Write what is left. Raises RunError where a record could not be written."""
+        """Write the remaining records. Raises RunError if one could not be written."""
         if self._trace_left:
             self._profiler.stop()
             self.local.executor.kinds, self._trace_left = self._kinds, 0
