@@ -44,7 +44,7 @@ class MeshwrightError(ValueError):
 
 
 class MeshError(MeshwrightError):
-    """A mesh that cannot be: sizes, names or rank order."""
+    """A mesh with impossible sizes, names or rank order."""
 
 
 class LayoutError(MeshwrightError):
@@ -76,9 +76,9 @@ class PlanError(MeshwrightError):
 
 
 class DoesNotFit(PlanError):
-    """No plan that was searched is within the memory limit.
+    """No plan of the search is within the memory limit.
 
-    `parts`: numbers of micro-batches of complete rows with which a plan might fit, by estimates alone.
+    `parts`: numbers of micro-batches with which a plan might fit, by estimates only.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BatchError(MeshwrightError):
 
 
 class ClusterError(MeshwrightError):
-    """A cluster file that does not parse, or a cluster that no machine can be."""
+    """A cluster file that does not parse, or a cluster with impossible figures."""
 
 
 class LaunchError(MeshwrightError):
@@ -105,7 +105,7 @@ class RunError(MeshwrightError):
 
 
 class PeerLost(RunError):
-    """Another rank has gone: what ended it is its error, and not this rank's."""
+    """Another rank has ended with an error or was killed; the message has its error."""
 
 
 class CheckpointError(MeshwrightError):
@@ -113,7 +113,7 @@ class CheckpointError(MeshwrightError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint of which something is missing or is not what was written."""
+    """A checkpoint in which something is missing or differs from what was written."""
 
 
 def a_type(value: object) -> str:

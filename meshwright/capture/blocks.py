@@ -15,7 +15,7 @@ BLOCK = "wrap_with_set_grad_enabled"
 
 
 def is_block(node: fx.Node) -> bool:
-    """Whether a node is a block of ``torch.no_grad()`` or ``torch.enable_grad()``."""
+    """Return whether a node is a block of ``torch.no_grad()`` or ``torch.enable_grad()``."""
     return node.op == "call_function" and str(node.target) == BLOCK
 
 
@@ -32,7 +32,7 @@ def body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _stays_inside(result: fx.Node) -> bool:
-    """Whether no result of the program is this one: a signature knows those by name."""
+    """Return whether this value is not a result of the program; a signature names those."""
     return all(user.op != "output" for user in result.users)
 
 

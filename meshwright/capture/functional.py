@@ -47,7 +47,7 @@ def make_functional(program: torch.export.ExportedProgram) -> None:
 
 
 def _stays(module: fx.GraphModule, inside: bool) -> bool:
-    """Whether each operator of a module, and of the blocks in it, stays as it is. `inside`: it is such a block, in
+    """Return whether no operator of a module, or of a block in it, changes. `inside`: the module is such a block, in
     which a write in place goes past autograd."""
     blocks = [body_of(node, module) for node in module.graph.nodes if is_block(node)]
     return all(

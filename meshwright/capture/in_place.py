@@ -35,7 +35,7 @@ FRESH = frozenset(
 
 
 def may_be_new(node: fx.Node) -> bool:
-    """Whether an operator writes in place and would have the same meaning with a result of its own."""
+    """Return whether an operator writes in place and would mean the same with a result of its own."""
     if node.op != "call_function" or node.target not in NEW or not isinstance(node.args[0], fx.Node):
         return False
     written = node.args[0]
@@ -56,7 +56,7 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether the result has the dtype of what is written to, as in place it always has."""
+    """Return whether the result has the dtype of the tensor that is written to, as in place it always has."""
     first, *others = (value.meta.get("val") for value in node.all_input_nodes)
     if node.target not in ARITHMETIC:
         return True

@@ -31,19 +31,24 @@ class Cluster(Description):
 
     @staticmethod
     def preset(name: str, nodes: int = 1, ranks_per_node: int = 8, execution: str = "") -> Cluster:
-        """Return a well-known machine by the numbers of its data sheets.
+        """Return a well-known machine, with the figures of its data sheets: ``Cluster.preset("h100", nodes=2)``.
 
-        With an `execution` (``eager``, ``compiled`` or ``fused``) by what training typically reaches on it
-        (`meshwright.cost.execution`). Raises ClusterError for an unknown name, with the known ones.
+        Args:
+            nodes: Number of nodes.
+            ranks_per_node: Ranks (devices) of each node.
+            execution: ``"eager"``, ``"compiled"`` or ``"fused"`` use rates that training typically reaches on it
+                (`meshwright.cost.execution`) instead of the peaks.
+
+        Raises ClusterError for an unknown name, with the known ones.
         """
         found = presets.preset(name, nodes, ranks_per_node)
         return _cluster(typical(found, execution) if execution else found)
 
     @staticmethod
     def local(nproc: int = 1) -> Cluster:
-        """Return this machine's processors, shared by `nproc` ranks and not calibrated.
+        """Return a rough description of this machine's processors, shared by `nproc` ranks.
 
-        See `meshwright.cost.local_machine`.
+        For better figures run ``meshwright calibrate``.
         """
         return _cluster(local.describe(nproc))
 

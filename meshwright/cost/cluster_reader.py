@@ -81,7 +81,7 @@ class HostEntry(Struct, forbid_unknown_fields=True):
 
 
 class LinkEntry(Struct, forbid_unknown_fields=True):
-    """What a collective was measured to take: seconds a call, bytes/s."""
+    """The measured cost of a collective: seconds per round, bytes/s."""
 
     latency_seconds: Latency
     bytes_per_s: Rate
@@ -91,7 +91,7 @@ Links = dict[str, dict[Priced, LinkEntry] | None] | None
 
 
 class MeasuredEntry(Struct, forbid_unknown_fields=True):
-    """What `meshwright calibrate` measured, as a file has it."""
+    """The measurements of `meshwright calibrate`, as in a file."""
 
     rates: dict[RateName, Annotated[list[tuple[Work, Speed]], Meta(min_length=1)]] | None = None
     collectives: Links = None

@@ -1,4 +1,4 @@
-"""What a preset's device typically reaches in training, by kind of software: the machine as if it had been calibrated.
+"""Rates that a preset's device typically reaches in training, by kind of software, as if it had been calibrated.
 
 A data sheet has peaks. `typical` adds rates that others have published for real products, attention and links, and
 factors for how a program runs: ``eager`` operator by operator, ``compiled`` (a chain of pointwise operators becomes one

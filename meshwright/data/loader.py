@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=
 
 
 def _local_step(step: Any) -> LocalStep:
-    """What a step runs on this rank; one of simulated ranks is that itself."""
+    """Return the local step of a training or forward step; a local step is returned itself."""
     return getattr(step, "local", step)
 
 

@@ -1,4 +1,4 @@
-"""What all loaders of a rank have in common: their state, and how they read."""
+"""The common base of all loaders of a rank: their state, and how they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job would start, as text, and a launcher that goes on in the background."""
+"""Describe as text what a job would start, and run a launcher in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKGROUND = "--background"
 
 
 def described(job: Job) -> str:
-    """What each machine would start: its ranks, their cores and the command."""
+    """Return as text what each machine would start: its ranks, their cores and the command."""
     command = shlex.join(job.command)
     nodes = job.nodes
     if nodes is None:

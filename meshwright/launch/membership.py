@@ -174,7 +174,7 @@ class Member:
         client.close()
 
     def over(self) -> bool:
-        """Whether another machine has ended the attempt."""
+        """Return whether another machine has ended the attempt."""
         state = self._state
         return bool(state.seen) and (state.over or state.attempt != self._attempt)
 
@@ -214,7 +214,7 @@ class Member:
         return Outcome(state.status, error, outcome.log_dir), state.again
 
     def _alone(self) -> bool:
-        """Whether nobody will say how the others have ended: the scheduler is gone, or has lost its state."""
+        """Return whether the end of the others stays unknown: the scheduler is gone, or has lost its state."""
         ended = self._scheduler is not None and self._scheduler.poll() is not None
         forgot = self._state.seen > 0 and self._state.attempt < self._attempt
         return ended or forgot or time.monotonic() - self._heard_at > REPORT_SECONDS
@@ -242,7 +242,7 @@ def _missing(answer: m.Waiting, seconds: float) -> LaunchError:
 
 
 def _listens(place: Place) -> bool:
-    """Whether somebody listens there, who need not be a scheduler."""
+    """Return whether anything listens there; it need not be a scheduler."""
     try:
         connect(place).close()
     except ConnectionRefusedError:

@@ -222,7 +222,7 @@ def resolve(host: str, port: int) -> list[tuple[int, str]]:
 
 
 def is_here(host: str, port: int) -> bool:
-    """Whether a host is this machine."""
+    """Return whether a host is this machine."""
     for family, address in resolve(host, port):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))

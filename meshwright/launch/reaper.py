@@ -50,7 +50,7 @@ def sweep(run_id: str) -> int:
 
 @contextlib.contextmanager
 def guard(run_id: str) -> Iterator[None]:
-    """Whatever happens inside, and to this very process, nothing of the job `run_id` outlives it."""
+    """End all processes of the job `run_id` when the context or this process ends, however that happens."""
     command = [sys.executable, "-I", "-S", __file__, run_id]
     # A session of its own: Ctrl-C in the terminal, or a kill of the launcher's process group, does not reach it.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as warden:

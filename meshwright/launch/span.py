@@ -71,7 +71,7 @@ class Alone:
         return Span(self._nproc, self._nproc, self._attempt, interface=loopback())
 
     def over(self) -> bool:
-        """Whether another machine has ended the attempt."""
+        """Return whether another machine has ended the attempt."""
         return False
 
     def stopped(self, status: int) -> None:

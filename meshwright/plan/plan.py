@@ -120,10 +120,10 @@ class Plan:
         return f"<plan by {self.mode} on {self.mesh_text}: {count} operators{stages}; print(plan.explain())>"
 
     def explain(self) -> str:
-        """The plan for a reader: how operators and parameters are sharded, what is sent, and why.
+        """Return a table of operators: how they and their parameters are sharded, what is sent, and why.
 
-        The claims of the search come first. A plan that was loaded from a file no longer has its model and lists its
-        strategies alone.
+        The claims of the search come first. A plan loaded from a file does not have its model and lists strategies
+        only.
         """
         where = self.mesh_text if self.meshes else self.mesh
         lines = [f"plan ({self.mode}) on {where}, without its model", *self.claim_lines()]
@@ -154,18 +154,18 @@ class Plan:
         return lines
 
     def pin(self, pattern: str, **cuts: Any) -> Plan:
-        """The plan made again with one more annotation: ``plan.pin("blocks.*.up", n="tp")``.
+        """Make the plan again with one more pin: ``plan.pin("blocks.*.up", n="tp")``.
 
-        `pattern` matches module names (or ``%name``, one node), `cuts` give factors their axes. Raises
-        StrategyError, and PlanError for a plan that was loaded from a file.
+        `pattern` matches module names, or one node as ``%name``; the keywords map letters to mesh axes. Raises
+        StrategyError for a sharding that is not possible, and PlanError for a plan that was loaded from a file.
         """
         raise _without_model("mw.plan(model, batch, pins={pattern: {factor: axis}}, …)")
 
     def pin_stage(self, pattern: str, stage: int) -> Plan:
-        """The plan made again with modules in a stage of the pipeline: ``plan.pin_stage("blocks.0-5", 0)``.
+        """Make the plan again with modules assigned to a pipeline stage: ``plan.pin_stage("blocks.0-5", 0)``.
 
-        `pattern` matches names of modules, where ``0-5`` stands for the numbers from 0 to 5. Raises PlanError for one
-        that matches none, for stages that go backward, and for a plan that was loaded from a file.
+        `pattern` matches module names; ``0-5`` stands for the numbers from 0 to 5. Raises PlanError if it matches
+        nothing, if stages are not in the order of the model, and for a plan that was loaded from a file.
         """
         raise _without_model('mw.plan(model, batch, pipeline=2, stages={"blocks.0-5": 0}, …)')
 
@@ -177,20 +177,20 @@ class Plan:
 
     @property
     def ranks(self) -> Mesh:
-        """The mesh of all ranks: with the pipeline's axis, where there is one."""
+        """The mesh of all ranks; with a pipeline it includes the axis ``pp``."""
         return self.mesh if self.world is None else self.world
 
     @property
     def mesh_text(self) -> str:
-        """The mesh of all ranks for a reader, or those of the places that have meshes of their own."""
+        """The mesh of all ranks as text, or the meshes of pipeline places that have their own."""
         return " / ".join(map(str, self.meshes)) or str(self.ranks)
 
     def of_place(self, place: PipelineRank) -> Plan:
-        """The plan that the ranks at a place of a pipeline run."""
+        """Return the plan that the ranks at one place of a pipeline run."""
         return self.own[place] if self.own else self
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON (UTF-8, one node a line). Raises PlanError where no file can be written."""
+        """Write the plan as JSON (UTF-8, one node per line). Raises PlanError if the file cannot be written."""
         where = path_from(
             path,
             what := f"the plan file {str(path)!r:.80} cannot be written",
@@ -206,7 +206,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan. Raises PlanError for a file that is missing, damaged or of another version."""
+        """Read a plan file. Raises PlanError if it is missing, damaged or of another version."""
         where = path_from(
             path,
             what := f"the plan file {shown_path(path)} cannot be read",
@@ -220,14 +220,14 @@ class Plan:
         return Plan.from_json(text, str(path))
 
     def to_json(self) -> str:
-        """The text of a plan file."""
+        """Return the text of the plan file."""
         shared: dict[str, Any] = {"world": None, "meshes": (), "stages": {}, "notes": (), "claims": {}}
         own = tuple(replace(plan, **shared).to_json() for plan in self.own[1:])
         return write({**vars(self), "own": own}, self._left_out())
 
     @staticmethod
     def from_json(text: str, source: str = "the plan") -> Plan:
-        """Parse the text of a plan file. Raises PlanError that says which entry is wrong, and on which line."""
+        """Parse the text of a plan file. Raises PlanError that names the wrong entry and its line."""
         fields = read(text, source)
         further = [Plan(**each) for each in fields.pop("own")]
         found = Plan(**fields)
@@ -251,12 +251,12 @@ class Plan:
         return replace(self, meshes=meshes, own=tuple(replace(plan, **shared) for plan in every))
 
     def folded(self, graph: Graph, folds: Iterable[Fold]) -> Plan:
-        """The plan of a graph whose file says equal layers twice. Layers that differ in the plan are said in full."""
+        """Return the plan as a file stores it: of equal layers two. Layers whose plans differ are all listed."""
         folds = tuple((start, length, repeats) for start, length, repeats in folds if repeats > 2)
         return replace(self, folds=folds, stand_ins=matching_names(graph, folds))
 
     def unfolded(self, graph: Graph) -> Plan:
-        """The plan with every layer of its graph, where the file had said two for all. Raises PlanError."""
+        """Return the plan with all layers of its graph, where a file lists two of equal ones. Raises PlanError."""
         if not self.folds or self.stand_ins:
             return self
         stand = matching_names(graph, self.folds)
@@ -304,7 +304,7 @@ class Plan:
         return frozenset(left)
 
     def check(self, graph: Graph) -> Plan:
-        """The plan with all layers, if it was made for this graph. Raises PlanError that lists what differs."""
+        """Return the plan with all layers, if it is of this graph. Raises PlanError that lists the differences."""
         if self.own:
             return replace(replace(self, own=()).check(graph), own=tuple(p.check(graph) for p in self.own))
         if self.folds and not self.stand_ins and self.fingerprint == fingerprint(graph):
@@ -329,7 +329,7 @@ class Plan:
         )
 
     def with_notes(self, *notes: str) -> Plan:
-        """The plan with more remarks."""
+        """Return the plan with more remarks."""
         return replace(self, notes=(*self.notes, *notes))
 
 

@@ -140,7 +140,7 @@ def goodput(job: Running, failures: Failures, tier: Tier, days: float = 540.0) -
 
 
 def _alone(job: Running, tier: Tier) -> bool:
-    """Whether nobody is left to go on."""
+    """Return whether no rank is left to continue."""
     return tier == "restart" or job.units(tier) < 2
 
 

@@ -33,7 +33,7 @@ from meshwright.runtime.stage_messages import StageMessages
 
 @dataclass(frozen=True)
 class Made:
-    """What a step has made. `values`: its results, by name, as far as this rank has them; `pieces`: those of single
+    """The results of a step. `values`: its results, by name, as far as this rank has them; `pieces`: those of single
     micro-batches, by name and number."""
 
     values: dict[str, torch.Tensor]

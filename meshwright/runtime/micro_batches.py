@@ -74,7 +74,7 @@ def modules_in_time(
 
 
 def _knows_time(graph: Graph, mesh: Mesh) -> bool:
-    """Whether a reshard does something else in each micro-batch: takes its slice, or masks a term."""
+    """Return whether a reshard differs between micro-batches: it takes another slice, or masks a term."""
     found = [half for n in graph.nodes if n.op == RESHARD for half in n.args[1:3]]
     found += [one for n in graph.nodes if n.op == START for half in n.args[1:3] for one in half]
     return any(not set(mesh.time).isdisjoint(axes.split(".")) for half in found for _, axes, _, _ in half)
@@ -137,7 +137,7 @@ class StepBatch:
         self.put(program * self.copies)
 
     def given(self, program: int) -> dict[str, torch.Tensor]:
-        """What a program reads beside parameters and buffers: its shard of the batch, and what all of them read."""
+        """Return a program's inputs other than parameters and buffers: its shard of the batch, and shared ones."""
         if self.copies == 1:
             return {**self.shared, **self.inputs[program](self.batch)}
         found = dict(self.shared)

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds, and with whom it exchanges messages."""
+"""The stages that one rank of a pipeline holds, and the ranks with which it exchanges messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the two halves of backward are apart."""
+        """True if backward is split into its two halves."""
         return self.schedule.splits_backward(self.comm.place)
 
     def _own(self, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -70,11 +70,11 @@ class Pipeline:
         return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has an input of the program."""
+        """True if this rank has an input of the program."""
         return self.comm.place in self.holders[name]
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the first of those that have an input: what counts once is counted there."""
+        """True on the first rank that has an input; it counts what must be counted once."""
         return self.comm.place == self.holders[name][0]
 
     def place_of(self, stage: int) -> PipelineRank:

@@ -35,7 +35,7 @@ Program = tuple[Segment, Callable[..., Any]]
 
 
 class Programs:
-    """What a rank runs: a graph and a module for each of its stages in each micro-batch. Without a pipeline it has one
+    """A graph and a module for each stage of a rank in each micro-batch. Without a pipeline a rank has one
     stage.
 
     - `in_time`: its programs over time. `graph`: that of the first micro-batch; `copy_of`: node → its copy in there.
@@ -201,8 +201,8 @@ class Programs:
 
     @property
     def turns(self) -> str:
-        """What reduces gradients, or adds them up where they are reduced, before others arrive: each ``micro-batch``
-        without a pipeline, each backward of a ``stage`` where it scatters them, else the step."""
+        """How often gradients are reduced, or added up where they are reduced: after each ``micro-batch``
+        without a pipeline, after each backward of a ``stage`` that scatters them, else once a ``step``."""
         if self.pipe is None:
             return "micro-batch" if len(self.in_time.programs) > 1 else "step"
         return "stage" if scattered_each_time(self.parts) else "step"

@@ -23,7 +23,7 @@ from meshwright.runtime.state import State, StoredTensor
 
 
 class RankWeights:
-    """What a rank has of the weights, under the plan of one program over its `State`.
+    """The weights of a rank, under the plan of one program over its `State`.
 
     - `leaves`: input of the program → what it reads. `weights`: the trained ones among them.
     - `parameters`: name → what this rank updates of a parameter, a leaf whose ``.grad`` is its shard of the gradient:
@@ -68,7 +68,7 @@ class RankWeights:
 
     @property
     def apart(self) -> bool:
-        """Whether an update writes to other tensors than those that the program reads."""
+        """True if an update writes to other tensors than those that the program reads."""
         return bool(self.sharded.shards or self.hosted is not None or self.host_parameters.homes)
 
     def named(self, role: str, target: str) -> str:
@@ -85,7 +85,7 @@ class RankWeights:
         return self.mesh.sort(axes)
 
     def _make_leaf(self, entry: Input, values: Mapping[str, torch.Tensor], held: bool) -> None:
-        """What the program reads of an input: a constant of its own, or the state's shard of a parameter or buffer."""
+        """Return the tensor that the program reads: its own constant, or the state's shard of a parameter or buffer."""
         trained = entry.role == "parameter" and entry.needs_grad
 
         def shard() -> torch.Tensor:

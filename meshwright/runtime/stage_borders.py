@@ -1,4 +1,4 @@
-"""What crosses between the stages of a step: values forward, gradients back. Here all stages are of one rank."""
+"""Pass values forward and gradients back between the stages of a step. Here one rank runs all stages."""
 
 from __future__ import annotations
 

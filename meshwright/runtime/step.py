@@ -314,5 +314,5 @@ class LocalStep:
 
 
 def _share(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Return whether two tensors share memory."""
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

@@ -24,7 +24,7 @@ LOST = 137  # the status of a node that is lost, as of a process that was killed
 
 
 class Facts(msgspec.Struct):
-    """What outlives the process. `nodes`, `world`, `restarts`: of the job, 0 nodes or ranks until somebody says.
+    """State that outlives the process. `nodes`, `world`, `restarts`: of the job; 0 nodes or ranks while unknown.
     `order`: the nodes of the newest attempt. `reports`: by node, how it has ended."""
 
     nodes: int = 0
@@ -92,7 +92,7 @@ class Members:
         return None
 
     def _agree(self, join: Join) -> Refused | None:
-        """Whether a node believes the same of the job as those before it."""
+        """Return whether a node describes the job as the nodes before it did."""
         facts = self.facts
         for name, option in (
             ("nodes", "--nnodes"),
@@ -132,7 +132,7 @@ class Members:
         )
 
     def _placed(self, node: Node, now: float) -> Refused | None:
-        """Whether the id and the place of a node are free."""
+        """Return whether the id and the place of a node are free."""
         for other in self.here.values():
             taken = "--node-rank" if other.index == node.index >= 0 and other.id != node.id else ""
             if taken:
@@ -269,7 +269,7 @@ class Members:
         return msgspec.structs.replace(self.facts.verdict, seen=self.seen, silent=tuple(self.gone))
 
     def finished(self) -> bool:
-        """Whether the job has ended, and need not be waited for."""
+        """Return whether the job has ended."""
         return self.facts.verdict.settled and not self.facts.verdict.again
 
     def keep(self) -> None:

@@ -1,4 +1,4 @@
-"""What nodes and ranks say to the scheduler, as typed MessagePack in frames: four bytes of length, then the message.
+"""Messages from nodes and ranks to the scheduler: typed MessagePack in frames, four bytes of length and the message.
 
 A frame is decoded into one of the types that its reader expects, or the connection ends.
 """

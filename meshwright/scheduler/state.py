@@ -1,4 +1,4 @@
-"""What the scheduler knows, kept in a file so that it can be started again: keys and values, members, and answers.
+"""The scheduler's state in a file, so that it can be started again: keys and values, members, and answers.
 
 Each request is one transaction, and the answer to a request that changes something is part of it: a client that lost
 its connection asks again and is answered from here. A killed process loses nothing; a machine without power may lose

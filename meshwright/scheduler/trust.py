@@ -42,13 +42,13 @@ class Trust:
 
 
 def proof(secret: str, role: str, client: bytes, server: bytes, certificate: bytes) -> bytes:
-    """What shows that `role` knows the secret, to who has sent a nonce. `certificate`: the server's, as DER."""
+    """Return a proof to the sender of a nonce that `role` knows the secret. `certificate`: the server's, as DER."""
     seen = hashlib.sha256(certificate).digest()
     return hmac.new(secret.encode(), b"\0".join((role.encode(), client, server, seen)), "sha256").digest()
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Whether two proofs are equal, in a time that does not tell where they differ."""
+    """Return whether two proofs are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(one, other)
 
 

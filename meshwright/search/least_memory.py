@@ -165,7 +165,7 @@ def lowest_peak(planner: Planner) -> float:
 
 
 def any_fits(planner: Planner) -> bool:
-    """Whether one of them fits; it looks at no more of them than that takes."""
+    """Return whether one of them fits. It stops at the first that does."""
     return any(
         fits_in_both(planner, found) and fits_in_both(planner, planner.settled(found))
         for found in _below(planner)

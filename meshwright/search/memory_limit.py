@@ -114,7 +114,7 @@ def limited(
 
 
 def _objective(found: SearchResult, problem: Problem) -> float:
-    """What a problem minimises, of a choice in its space."""
+    """Return the objective of a choice: the price that the problem minimises."""
     return problem.price(found.states)
 
 

@@ -118,7 +118,7 @@ def _make_plan(
 
 
 def _pins_and_hosts(folds: Folded, pins: Pins, hosts: frozenset[str]) -> dict[str, Any]:
-    """What a plan says of pins and of nodes on the host."""
+    """Return the fields of a plan for pins and for nodes on the host."""
     here = frozenset(name for name, stands in folds.nodes.items() if stands in hosts)
     return {"pins": plain_pins(pins), "hosts": here}
 

@@ -38,7 +38,7 @@ class Call:
 
     @property
     def chunks(self) -> Sequence[torch.Tensor]:
-        """What goes to each member: a row, or a stretch of its own size."""
+        """The chunk that goes to each member: a row, or consecutive rows of its own number."""
         return self.x.split(list(self.send)) if self.kind.chunks == "own" else self.x.unbind()
 
     def sent_bytes(self, members: int) -> int:
@@ -59,7 +59,7 @@ class Call:
         return self.x.clone()
 
     def meant(self, brought: Sequence[Any], member: int) -> torch.Tensor:
-        """What a member gets of what all of them bring: tensors, or their chunks."""
+        """Return the result of one member from the inputs of all: tensors, or their chunks."""
         found = self.kind.meaning(brought, member, **self.options)
         return torch.cat(found) if isinstance(found, list) else found
 

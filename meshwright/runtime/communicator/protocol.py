@@ -1,4 +1,4 @@
-"""What a program needs from the ranks around it, and collectives that are under way."""
+"""The interface through which a program reaches other ranks, and handles of started collectives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Later:
 
 
 class Communicator(Protocol):
-    """What a program needs from the ranks around it. `axes` are prime axes, the slowest given first."""
+    """The interface through which a program reaches other ranks. `axes` are prime axes, the slowest given first."""
 
     mesh: Mesh
     rank: int

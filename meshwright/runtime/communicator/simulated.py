@@ -111,7 +111,7 @@ def _collecting_in_one_thread() -> Iterator[Callable[[], object]]:
 
 
 def _meant(kind: CollectiveKind) -> Methods:
-    """What the record says of a collective, for those that are not written down below."""
+    """Run a collective by its record's `meaning`; those below are written out."""
 
     def start(self: SimulatedRank, x: torch.Tensor, *args: Any, **options: Any) -> Work:
         call = Call.of(kind, x.detach().clone(), *args, **options)

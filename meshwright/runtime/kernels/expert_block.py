@@ -64,7 +64,7 @@ def experts(
     start: int = 0,
     total: int = 0,
 ) -> torch.Tensor:
-    """What the experts from `start` on add to each row: all of `total` experts, or a term of the sum over ranks."""
+    """Return what the experts from `start` on add to each row: all of `total` experts, or one rank's summand."""
     if gate not in GATES:
         raise RuleError(f"there is no gate {gate!r}", hint=did_you_mean(gate, GATES))
     every = total in (0, len(up_gkh))

@@ -78,7 +78,7 @@ def multipliers(
 
 
 Accept = Callable[[States], "bool | np.ndarray | Sequence[float]"]
-"""Whether states fit; or, better, by how many bytes they miss the limit at each instant (none above 0: they fit)."""
+"""Returns whether states fit or, better, the bytes above the limit at each instant (none above 0: they fit)."""
 
 NO_LIMIT = 1e6  # stands for inf, in units of all bytes of the largest states
 ROUNDING = 1e-12
