@@ -58,8 +58,9 @@ def shard_loader(
         seed: Seed of the order of a dataset, and of random augmentation.
         sample_seeds: Draw the random augmentation of a sample from `seed`, the epoch and its number, so that it does
             not depend on the rank that reads it.
-        whole: Every rank reads full batches and the step takes its shard: for batches of changing shapes.
         options: Options of a DataLoader for a dataset, such as ``num_workers=4``.
+
+    With `whole` every rank reads full batches and the step takes its shard: for batches of changing shapes.
 
     Raises BatchError or RunError on all ranks.
     """
