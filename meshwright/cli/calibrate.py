@@ -29,7 +29,9 @@ def calibrate(
     ),
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Few sizes, no second look: a try-out in seconds, not for planning."),
+        typer.Option(
+            "--quick", help="Few sizes, measured once: to try the command in seconds, not for planning."
+        ),
     ] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the logs of the ranks.")] = None,
 ) -> None:

@@ -63,7 +63,7 @@ WithOption = Annotated[
     typer.Option(
         "--with",
         metavar="TECHNIQUES",
-        help="As 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
+        help="Such as 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]

@@ -17,17 +17,20 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="What there is.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="The checkpoint, file or folder to read.", show_default=False),
+    ],
     target: Annotated[
         Path,
-        typer.Argument(metavar="TARGET", help="What is to be made; it must not exist.", show_default=False),
+        typer.Argument(metavar="TARGET", help="The path to write; it must not exist.", show_default=False),
     ],
     to: Annotated[
         str,
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="sharded, file or hf. Without it: file for *.safetensors, hf for what was sharded, else sharded.",
+            help="sharded, file or hf. By default file for *.safetensors, hf for a sharded source, else sharded.",
         ),
     ] = "",
     config: Annotated[
@@ -40,7 +43,7 @@ def convert(
 ) -> None:
     """Convert between a folder of step.save, one safetensors file, and the folder of a Hugging Face model.
 
-    One tensor at a time: memory for the largest is enough, and no GPU and no ranks are needed.
+    It converts one tensor at a time, so memory for the largest is enough. It needs no GPU and no ranks.
     """
     from meshwright.checkpoint.convert import convert as run
     from meshwright.cli.common import out

@@ -38,7 +38,7 @@ def estimate(
             "--what-if",
             metavar="CHANGES",
             help="batch=…, seq=…, ranks=…, or a technique as mw.plan takes it: optimizer_parallel=0…3, "
-            "micro_batches=…, recompute=full, fusion=…; those of one option together. May be repeated.",
+            "micro_batches=…, recompute=full, fusion=…; those of one option apply together, separated by commas. May be repeated.",
         ),
     ] = None,
     batch: BatchOption = None,
@@ -48,7 +48,7 @@ def estimate(
     ] = "adamw",
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate the time and the memory of a plan's step, now and if something were otherwise.
+    """Estimate the time and the memory of a plan's step, now and after a change.
 
     Shows seconds by what they are spent on, and the peak of the rank that has most. The plan file stays as it is.
     """

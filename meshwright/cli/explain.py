@@ -30,7 +30,9 @@ def explain(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODULE]", help="A module as 'blocks.*.up', or a node as %linear_3.", show_default=False
+            metavar="[MODULE]",
+            help="A module such as 'blocks.*.up', or a node such as %linear_3.",
+            show_default=False,
         ),
     ] = None,
     model: ModelOption = None,

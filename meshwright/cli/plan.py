@@ -45,7 +45,9 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="Limit of a rank, as 70GB; by default the device's."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="Memory limit of a rank, such as 70GB; by default the device's."
+        ),
     ] = None,
     mesh: Annotated[
         str | None,
@@ -60,7 +62,7 @@ def plan(
         typer.Option(
             "--pin",
             metavar="PIN",
-            help="A sharding hint, as 'blocks.*.up:n=tp' or 'head:n=node+gpu'. May be repeated.",
+            help="A sharding hint, such as 'blocks.*.up:n=tp' or 'head:n=node+gpu'. May be repeated.",
         ),
     ] = None,
     techniques: WithOption = None,

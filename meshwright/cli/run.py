@@ -64,7 +64,7 @@ def run(
         str, typer.Option(metavar="N", help="Start all ranks again after a failure, so many times.")
     ] = "0",
     monitor_interval: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Time between two looks at the ranks.")
+        str, typer.Option(metavar="SECONDS", help="Time between two checks of the ranks.")
     ] = "0.1",
     grace: Annotated[
         str,
@@ -151,7 +151,7 @@ def run(
 ) -> None:
     """Start N ranks of a script on this machine, or on each of several.
 
-    Rank 0 is shown, all are logged, and none outlives the launcher.
+    The output of rank 0 is shown, that of all ranks is logged. All ranks end with the launcher.
     The exit code is that of the rank that failed first.
     """
     from meshwright.launch.job import Job, check, count, duration

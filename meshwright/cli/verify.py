@@ -25,8 +25,8 @@ def verify(
 ) -> None:
     """Prove a plan: loss, gradients and three steps on simulated ranks against one device.
 
-    Needs the numbers of the model, random ones too, and memory for a copy of it for each rank. The exit code is 0 where
-    all is equal and 1 where something differs.
+    Needs weights, which may be random, and memory for a copy of the model for each rank. The exit code is 0 if all
+    values are equal and 1 if something differs.
     """
     import torch
 
