@@ -38,7 +38,8 @@ def estimate(
             "--what-if",
             metavar="CHANGES",
             help="batch=…, seq=…, ranks=…, or a technique as mw.plan takes it: optimizer_parallel=0…3, "
-            "micro_batches=…, recompute=full, fusion=…; those of one option apply together, separated by commas. May be repeated.",
+            "micro_batches=…, recompute=full, fusion=…; those of one option apply together, "
+            "separated by commas. May be repeated.",
         ),
     ] = None,
     batch: BatchOption = None,
