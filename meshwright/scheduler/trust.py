@@ -2,7 +2,7 @@
 
 Each side sends a fresh nonce and answers with an HMAC over its role, both nonces and the certificate that it sees. A
 recording is of no use, since nonces differ; who sits in between has another certificate, and so another proof. That is
-why certificates made for one job need no authority: see docs/explanation/decisions.
+why certificates made for one job need no authority: see decision 20.
 """
 
 from __future__ import annotations
