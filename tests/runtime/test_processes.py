@@ -86,7 +86,7 @@ def test_every_kind_of_step_moves_the_same_bytes_as_the_simulation(tmp_path: Pat
     """All pairs of some layouts of one tensor over 2 × 2 real ranks, axis orders and uneven blocks included."""
     body = """
     import numpy as np
-    from meshwright.core.layout import parse_layout
+    from meshwright.core.layout_text import parse_layout
     from meshwright.redistribute import Prices, redistribute
     from meshwright.redistribute.index_maps import exchange
     from meshwright.redistribute.oracle import scatter, execute
