@@ -3,7 +3,7 @@
 Each attempt has processes, a folder of records, a store and a port of its own. On one machine nothing of it listens
 beyond the loopback address; over several, only the scheduler and the back ends do. Nothing from a socket is unpickled.
 (torch's elastic agent listens and unpickles, keeps one store for all its restarts, and gives ranks half a minute to end
-after a failure, whatever it is told.)
+after a failure, whatever time it was given.)
 """
 
 from __future__ import annotations

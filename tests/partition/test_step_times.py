@@ -36,11 +36,11 @@ def model():
     return gpt.build(config, batch=128)
 
 
-@pytest.mark.parametrize("wish", CASES, ids=str)
+@pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("slowdown", [{}, SLOW], ids=["alone", "slowed"])
-def test_a_few_micro_batches_tell_of_many(model, wish, slowdown, monkeypatch):
+def test_a_few_micro_batches_tell_of_many(model, options, slowdown, monkeypatch):
     net, batch, loss = model
-    how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **wish}
+    how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **options}
     parts = lower(captured_of(net, batch, loss), mw.plan(net, batch, loss=loss, **how))
     cluster = replace(CLUSTER, measured=replace(CLUSTER.measured, slowdown=slowdown))
     listed: list[int] = []
@@ -55,10 +55,10 @@ def test_a_few_micro_batches_tell_of_many(model, wish, slowdown, monkeypatch):
     assert sum(listed) < len(line.tasks)
 
 
-@pytest.mark.parametrize("wish", CASES, ids=str)
-def test_micro_batches_between_are_listed_once(model, wish, monkeypatch):
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_micro_batches_between_are_listed_once(model, options, monkeypatch):
     net, batch, loss = model
-    how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **wish}
+    how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **options}
     parts = lower(captured_of(net, batch, loss), mw.plan(net, batch, loss=loss, **how))
     asked: list[int] = []
     more = Issued.with_more

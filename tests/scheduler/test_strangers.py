@@ -75,7 +75,7 @@ def test_a_wrong_secret_is_told_nothing_and_a_proof_is_of_use_once() -> None:
             hello = m.Hello(m.VERSION, bytes(32))
             send(member, hello)
             challenge = receive(member, m.Challenge)
-            certificate = member.getpeercert(binary_form=True)  # type: ignore[attr-defined]
+            certificate = member.getpeercert(binary_form=True)
             prove = m.Prove(proof(SECRET, "node", hello.nonce, challenge.nonce, certificate))
             send(member, prove)
             receive(member, m.Welcome)
