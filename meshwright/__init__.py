@@ -68,6 +68,7 @@ _PUBLIC = {
             "PlanError",
             "RuleError",
             "RunError",
+            "ServerError",
             "StrategyError",
         ),
         "meshwright.errors",

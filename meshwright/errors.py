@@ -108,6 +108,10 @@ class PeerLost(RunError):
     """Another rank has ended with an error or was killed; the message has its error."""
 
 
+class ServerError(RunError):
+    """What a parameter server refuses: an id beyond a table, another model's push, a worker of another job."""
+
+
 class CheckpointError(MeshwrightError):
     """A checkpoint that cannot be written, or that is damaged, of another model or of a newer version."""
 

@@ -1,0 +1,294 @@
+"""One parameter server: answers messages one after another. It knows neither sockets nor threads nor time.
+
+A request is checked in full before anything changes. A push is applied once, however often it arrives: it names its
+worker and clock, and the server remembers each worker's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.errors import ServerError, did_you_mean
+from meshwright.servers import messages as m
+from meshwright.servers.clocks import Clocks
+from meshwright.servers.rounds import Gradients, mean_dense, mean_rows
+from meshwright.servers.shards import ShardMap, fingerprint
+from meshwright.servers.starts import fill
+from meshwright.servers.store import VALUES, Stored
+
+Reply = tuple[m.Answer, m.Tensors]
+
+
+@dataclass
+class Counts:
+    """Since the start. `applied`: pushes that became part of an update, by worker; `oldest`: the most steps by which a
+    value that was read was behind its reader."""
+
+    pulls: int = 0
+    updates: int = 0
+    repeated: int = 0
+    refused: int = 0
+    oldest: int = 0
+    applied: dict[int, int] = field(default_factory=dict)
+
+
+class Server:
+    """`number`: its name in shard maps."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.declared: m.Declare | None = None
+        self.model = ""
+        self.map = ShardMap(0, (), {})
+        self.clocks = Clocks(None)
+        self.stored: dict[str, Stored] = {}
+        self.rounds: dict[int, dict[int, Gradients]] = {}
+        self.counts = Counts()
+
+    def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
+        """The answer to a request. A request that is refused changes nothing."""
+        try:
+            match request:
+                case m.Declare():
+                    return self._declare(request), []
+                case m.Fill():
+                    return self._fill(request, tensors), []
+                case m.Join():
+                    return self._join(request), []
+                case m.Leave():
+                    self._check_model(request.model)
+                    self.clocks.leave(request.worker)
+                    self._apply()
+                    return m.Done(), []
+                case m.Pull():
+                    return self._pull(request, tensors)
+                case m.Push():
+                    return self._push(request, tensors), []
+        except ServerError as error:
+            self.counts.refused += 1
+            return m.Refused(error.what, error.why, error.hint), []
+
+    # ---- what is stored
+
+    def _declare(self, request: m.Declare) -> m.Answer:
+        model = fingerprint(request.job, request.parameters)
+        if self.declared is None:
+            stored = {p.name: Stored(p) for p in request.parameters}
+            self.declared, self.model, self.map, self.stored = request, model, request.map, stored
+            self.clocks = Clocks(request.bound, request.workers)
+            for parameter in request.parameters:
+                if parameter.start is not None:
+                    blocks = self.map.blocks_of(self.number).get(parameter.name, ())
+                    values = {b: {VALUES: fill(parameter, parameter.rows_of(b))} for b in blocks}
+                    self.stored[parameter.name].put(values)
+        self._check_same(request, model)
+        return m.Declared(model, self.map, self._missing())
+
+    def _check_same(self, request: m.Declare, model: str) -> None:
+        known = self.declared
+        assert known is not None
+        if request.job != known.job:
+            raise ServerError(f"a worker of another job: {request.job}", why=f"this server is of {known.job}")
+        if request.bound != known.bound:
+            raise ServerError(f"staleness {request.bound} is asked for", why=f"the job has {known.bound}")
+        if model != self.model:
+            ours, theirs = ({p.name: p for p in d.parameters} for d in (known, request))
+            names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+            raise ServerError(
+                "a worker has another model than the server",
+                why="these parameters differ: " + ", ".join(names[:5]),
+                hint="the same script, with the same options, on all workers",
+            )
+
+    def _missing(self) -> dict[str, tuple[int, ...]]:
+        mine = self.map.blocks_of(self.number)
+        found = {n: tuple(b for b in blocks if b not in self.stored[n].blocks) for n, blocks in mine.items()}
+        return {name: blocks for name, blocks in found.items() if blocks}
+
+    def _fill(self, request: m.Fill, tensors: m.Tensors) -> m.Answer:
+        self._check_model(request.model)
+        stored = self._stored(request.parameter, True)
+        missing = self._missing().get(request.parameter, ())
+        blocks = {b: {VALUES: t} for b, t in zip(request.blocks, tensors, strict=False)}
+        if len(blocks) != len(tensors) or len(blocks) != len(request.blocks):
+            raise ServerError(
+                f"{len(tensors)} values for {len(request.blocks)} blocks of {request.parameter}"
+            )
+        if not any(b in missing for b in blocks) and all(b in stored.blocks for b in blocks):
+            return m.Done(repeated=True)
+        if strange := [b for b in blocks if b not in missing]:
+            raise ServerError(
+                f"values of block {strange[0]} of {request.parameter}, which is not missing here"
+            )
+        stored.put(blocks)
+        return m.Done()
+
+    # ---- workers
+
+    def _join(self, request: m.Join) -> m.Answer:
+        """A worker begins with a round that is not yet applied, so that all servers can wait for it from there on."""
+        self._check_model(request.model)
+        begins = request.clock
+        if request.worker not in self.clocks.of:
+            first = self.clocks.left.get(request.worker, 0)
+            begins = max(begins, self.clocks.least(), first)
+        elif self.clocks.of[request.worker] > begins:
+            return m.Joined(self.clocks.of[request.worker])
+        self.clocks.join(request.worker, begins)
+        self._apply()
+        return m.Joined(begins)
+
+    def _check_model(self, model: str) -> None:
+        if self.declared is None:
+            raise ServerError("this server has no model yet", hint="declare it first")
+        if model != self.model:
+            raise ServerError(
+                f"a request for model {model or 'without a name'}", why=f"this server has {self.model}"
+            )
+
+    def _check_worker(self, request: m.Pull | m.Push) -> None:
+        self._check_model(request.model)
+        if request.worker not in self.clocks.of:
+            gone = request.worker in self.clocks.left
+            raise ServerError(
+                f"worker {request.worker} is no worker of this job",
+                why="it left, or was lost" if gone else f"workers are {sorted(self.clocks.of)}",
+                hint="join first",
+            )
+
+    def _stored(self, name: str, table: bool | None = None) -> Stored:
+        found = self.stored.get(name)
+        if found is None:
+            raise ServerError(f"there is no parameter {name!r}", hint=did_you_mean(name, self.stored))
+        if table is False and found.parameter.table:
+            raise ServerError(f"{name} is a table", why="it is read and updated by rows")
+        return found
+
+    # ---- values
+
+    def _pull(self, request: m.Pull, tensors: m.Tensors) -> Reply:
+        self._check_worker(request)
+        if request.map != self.map.version:
+            return m.Moved(self.map), []
+        if request.clock != (clock := self.clocks.of[request.worker]):
+            raise ServerError(
+                f"worker {request.worker} reads for step {request.clock}", why=f"its next one is {clock}"
+            )
+        if len(tensors) != len(request.tables):
+            raise ServerError(f"ids of {len(tensors)} tables, not of {len(request.tables)}")
+        dense = [self._here(name) for name in request.dense]
+        tables = [
+            (self._table(name), self._ids(name, ids))
+            for name, ids in zip(request.tables, tensors, strict=True)
+        ]
+        if self._missing() or not self.clocks.may_read(request.clock):
+            return m.Wait(), []
+        self.counts.pulls += 1
+        self.counts.oldest = max(self.counts.oldest, request.clock - self.clocks.least())
+        values = [stored.tensor.detach().clone() for stored in dense]  # while it is sent, others push
+        values += [stored.read(ids) for stored, ids in tables]
+        return m.Values(self.clocks.least(), self.counts.updates), values
+
+    def _here(self, name: str) -> Stored:
+        stored = self._stored(name, False)
+        if self.map.owners[name] != (self.number,):
+            raise ServerError(f"{name} is on another server")
+        return stored
+
+    def _table(self, name: str) -> Stored:
+        stored = self._stored(name)
+        if not stored.parameter.table:
+            raise ServerError(f"{name} is no table", why="it is read and updated in full")
+        return stored
+
+    def _ids(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Check ids, but not where a block is missing: it is waited for."""
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ServerError(f"ids of {name} are {ids.dtype} {tuple(ids.shape)}", why="they are int64 [n]")
+        if not self._missing():
+            self._stored(name).local(ids)
+        return ids
+
+    # ---- gradients
+
+    def _push(self, request: m.Push, tensors: m.Tensors) -> m.Answer:
+        self._check_worker(request)
+        clock = self.clocks.of[request.worker]
+        if request.clock < clock:
+            self.counts.repeated += 1
+            return m.Done(repeated=True)
+        if request.map != self.map.version:
+            return m.Moved(self.map)
+        if request.clock > clock:
+            raise ServerError(
+                f"worker {request.worker} pushes step {request.clock}", why=f"its next one is {clock}"
+            )
+        gradients = self._checked(request, tensors)
+        self.rounds.setdefault(request.clock, {})[request.worker] = gradients
+        self.clocks.of[request.worker] += 1
+        self._apply()
+        return m.Done()
+
+    def _checked(self, request: m.Push, tensors: m.Tensors) -> Gradients:
+        """The gradients of a push. Raises ServerError for any that does not fit."""
+        if len(tensors) != len(request.dense) + 2 * len(request.tables):
+            raise ServerError(
+                f"a push has {len(tensors)} tensors for {len(request.dense)} + 2 × {len(request.tables)}"
+            )
+        if not (math.isfinite(request.weight) and request.weight >= 0):
+            raise ServerError(f"a push of {request.weight} examples")
+        if self._missing():
+            raise ServerError(
+                "a push to a server that has no values yet", why=f"missing: {sorted(self._missing())}"
+            )
+        dense, rows, rest = {}, {}, iter(tensors)
+        for name in request.dense:
+            stored = self._here(name)
+            dense[name] = _fits(name, next(rest), stored.tensor, stored.tensor.shape)
+        for name in request.tables:
+            stored, ids = self._table(name), self._ids(name, next(rest))
+            rows[name] = (
+                ids,
+                _fits(name, next(rest), stored.tensor, (len(ids), *stored.parameter.shape[1:])),
+            )
+        for name, options in request.options.items():
+            known = self._stored(name).options
+            if strange := sorted(options.keys() - known.keys()):
+                raise ServerError(f"the optimizer of {name} has no option {strange[0]!r}")
+        return Gradients(request.weight, dense, rows, request.options)
+
+    def _apply(self) -> None:
+        """Apply the rounds that are complete, the oldest first."""
+        while self.rounds and self.clocks.applies(min(self.rounds)):
+            group = self.rounds.pop(min(self.rounds))
+            pushes = [group[worker] for worker in sorted(group)]
+            self._update(pushes)
+            for worker in group:
+                self.counts.applied[worker] = self.counts.applied.get(worker, 0) + 1
+
+    def _update(self, pushes: list[Gradients]) -> None:
+        """One update, of the gradients of several workers together."""
+        if not sum(push.weight for push in pushes):
+            return
+        for name, options in pushes[0].options.items():
+            self.stored[name].set_options(options)
+        for name in dict.fromkeys(name for push in pushes for name in push.dense):
+            self.stored[name].update(mean_dense(name, pushes))
+        for name in dict.fromkeys(name for push in pushes for name in push.rows):
+            ids, rows = mean_rows(name, pushes)
+            if self.stored[name].blocks:
+                self.stored[name].update(rows, ids)
+        self.counts.updates += 1
+
+
+def _fits(name: str, given: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(given.shape) != tuple(shape) or given.dtype != like.dtype:
+        why = f"{like.dtype} {tuple(shape)} is expected"
+        raise ServerError(f"a gradient of {name} is {given.dtype} {tuple(given.shape)}", why=why)
+    return given
+
+
+__all__ = ["Counts", "Reply", "Server"]

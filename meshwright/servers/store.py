@@ -1,0 +1,152 @@
+"""The blocks of one parameter on one server: values, and the state of their optimizer.
+
+The blocks of a table are one tensor of rows, in the order of arrival; a vector says at which of its rows each block
+begins. So a table has one optimizer, and one update touches all its blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.errors import ServerError
+from meshwright.servers.rules import optimizer_of, row_wise
+from meshwright.servers.shards import Options, Parameter
+
+VALUES = "values"
+
+
+class Stored:
+    """`parameter`: what it is. Tensors are on the host."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        dtype = getattr(torch, parameter.dtype)
+        shape = (0, *parameter.shape[1:]) if parameter.table else parameter.shape
+        self.tensor = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        self.optimizer = optimizer_of(parameter, self.tensor)
+        self.blocks: list[int] = []
+        self._first = torch.full((parameter.blocks,), -1, dtype=torch.int64)
+
+    @property
+    def options(self) -> Options:
+        return {k: self.optimizer.param_groups[0][k] for k in self.parameter.options}
+
+    def set_options(self, options: Options) -> None:
+        """Change options, as a schedule of the learning rate does."""
+        self.optimizer.param_groups[0].update(options)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.tensor, *self._state().values()))
+
+    # ---- rows
+
+    def local(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where ids [n] are in `tensor`. Raises ServerError for one that is beyond the table or on another server."""
+        rows, size = self.parameter.rows, self.parameter.block_rows
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+            wrong = ids[(ids < 0) | (ids >= rows)][0].item()
+            raise ServerError(
+                f"there is no row {wrong} of {self.parameter.name}", why=f"rows count from 0 to {rows - 1}"
+            )
+        blocks = torch.div(ids, size, rounding_mode="floor")
+        first = self._first[blocks]
+        if bool((first < 0).any()):
+            wrong = ids[first < 0][0].item()
+            raise ServerError(f"row {wrong} of {self.parameter.name} is on another server")
+        return first + (ids - blocks * size)
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ids [n, …]."""
+        return self.tensor.detach().index_select(0, self.local(ids))
+
+    # ---- updates
+
+    def update(self, gradient: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """One step of the optimizer. `ids`: rows of a table, each once, of which `gradient` has the gradients."""
+        if ids is None:
+            self.tensor.grad = gradient
+        else:
+            at, shape = self.local(ids), self.tensor.shape
+            if row_wise(self.parameter, self.optimizer.param_groups[0]):
+                self.tensor.grad = torch.sparse_coo_tensor(
+                    at[None], gradient, shape, is_coalesced=True, check_invariants=False
+                )
+            else:
+                self.tensor.grad = torch.zeros_like(self.tensor).index_copy_(0, at, gradient)
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # ids were checked
+            self.optimizer.step()
+        self.tensor.grad = None
+
+    # ---- blocks
+
+    def take(self, block: int) -> dict[str, torch.Tensor]:
+        """A copy of a block: its values and the parts of the optimizer's state that belong to it."""
+        return {name: part.clone() for name, part in self._parts(block).items()}
+
+    def _parts(self, block: int) -> dict[str, torch.Tensor]:
+        tensors = {VALUES: self.tensor.detach(), **self._state()}
+        return {name: self._slice(tensor, block) for name, tensor in tensors.items()}
+
+    def _slice(self, tensor: torch.Tensor, block: int) -> torch.Tensor:
+        if not (self.parameter.table and tensor.dim()):
+            return tensor
+        first = int(self._first[block])
+        return tensor[first : first + len(self.parameter.rows_of(block))]
+
+    def put(self, blocks: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Add blocks as `take` returned them, or with values alone. Raises ServerError for tensors that do not fit."""
+        every = {block: self._with_state(block, parts) for block, parts in blocks.items()}
+        mine = {VALUES: self.tensor.detach(), **self._state()}
+        for block, parts in every.items():
+            if self.blocks and parts.keys() != mine.keys():
+                raise ServerError(f"block {block} of {self.parameter.name} has had another number of updates")
+        if not every:
+            return
+        names = next(iter(every.values())).keys()
+        grown: dict[str, torch.Tensor] = {}
+        for name in names:
+            parts = [part[name] for part in every.values()]
+            by_rows = self.parameter.table and parts[0].dim() > 0  # else a count of steps, the same in all
+            grown[name] = (
+                torch.cat([*([mine[name]] if self.blocks else []), *parts]) if by_rows else parts[0].clone()
+            )
+        for block in every:
+            self._first[block] = sum(len(self.parameter.rows_of(b)) for b in self.blocks)
+            self.blocks.append(block)
+        self.tensor.data = grown.pop(VALUES)
+        self.optimizer.state[self.tensor].update(grown)
+
+    def drop(self, blocks: list[int]) -> None:
+        """Forget blocks that another server has."""
+        kept = {b: self._parts(b) for b in self.blocks if b not in blocks}
+        self.blocks = []
+        self._first.fill_(-1)
+        self.optimizer.state[self.tensor].clear()
+        if self.parameter.table:
+            self.tensor.data = self.tensor.data[:0].clone()
+        self.put(kept)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {k: v for k, v in self.optimizer.state[self.tensor].items() if isinstance(v, torch.Tensor)}
+
+    def _with_state(self, block: int, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A block with the state that its optimizer begins with, where none came."""
+        self._check(block, parts)
+        fresh = torch.nn.Parameter(parts[VALUES])
+        begun = optimizer_of(self.parameter, fresh).state[fresh]
+        return {**{k: v for k, v in begun.items() if isinstance(v, torch.Tensor)}, **parts}
+
+    def _check(self, block: int, parts: dict[str, torch.Tensor]) -> None:
+        parameter, values = self.parameter, parts.get(VALUES)
+        shape = (len(parameter.rows_of(block)), *parameter.shape[1:]) if parameter.table else parameter.shape
+        if block in self.blocks:
+            raise ServerError(f"block {block} of {parameter.name} is here already")
+        if values is None or tuple(values.shape) != shape or values.dtype != self.tensor.dtype:
+            found = "nothing" if values is None else f"{values.dtype} {tuple(values.shape)}"
+            raise ServerError(
+                f"block {block} of {parameter.name} is {found}", why=f"it is {parameter.dtype} {shape}"
+            )
+
+
+__all__ = ["VALUES", "Stored"]

@@ -1,0 +1,194 @@
+"""A worker's side: splits pulls and pushes over the servers of a map, and joins what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.errors import ServerError
+from meshwright.servers import messages as m
+from meshwright.servers.local import Requests, Transport
+from meshwright.servers.rounds import sum_rows
+from meshwright.servers.shards import Options, ShardMap
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+FILL_BYTES = 64 << 20  # of initial values in one message
+
+
+class Worker:
+    """`number`: of the worker. `clock`: steps it has pushed. `least`: the slowest worker's clock at the last pull."""
+
+    def __init__(self, transport: Transport, number: int, declare: m.Declare) -> None:
+        """Declare the model to all servers of the map. Raises ServerError where they have another one."""
+        self.transport, self.number = transport, number
+        self.parameters = {p.name: p for p in declare.parameters}
+        answers = transport.ask({s: (declare, []) for s in declare.map.servers})
+        found = [self._expect(answer, m.Declared) for answer, _ in answers.values()]
+        self.model: str = found[0].model
+        self.map: ShardMap = max((answer.map for answer in found), key=lambda x: x.version)
+        self.missing = {
+            s: a.missing for (s, (a, _)) in answers.items() if isinstance(a, m.Declared) and a.missing
+        }
+        self.clock, self.least = 0, 0
+
+    def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
+        """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""
+        for server, missing in self.missing.items():
+            for name, blocks in missing.items():
+                parameter = self.parameters[name]
+                each = max(1, FILL_BYTES // max(1, parameter.size_bytes(0)))
+                for start in range(0, len(blocks), each):
+                    some = blocks[start : start + each]
+                    tensors = [values(name, parameter.rows_of(b)).detach().contiguous() for b in some]
+                    fill = m.Fill(self.model, name, tuple(some))
+                    self._ask_all({server: (fill, tensors)}, m.Done)
+        self.missing = {}
+
+    def join(self) -> int:
+        """Take part from the next round on that all servers can wait for; the clock of this worker then."""
+        target = 0
+        while True:
+            asked: Requests = {s: (m.Join(self.model, self.number, target), []) for s in self.map.servers}
+            clocks = {a.clock for a, _ in self._ask_all(asked, m.Joined).values()}
+            target = max(clocks)
+            if clocks == {target}:
+                self.clock = target
+                return target
+
+    def leave(self) -> None:
+        """Let nobody wait for this worker any more."""
+        self._ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
+
+    # ---- values
+
+    def pull(
+        self, dense: Sequence[str] = (), tables: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Values of parameters, and rows of ids of tables, in the order of the ids. Waits while they are older than the
+        bound allows."""
+        ids = dict(tables or {})
+        while True:
+            owners = {name: self._owners(name, x) for name, x in ids.items()}
+            plan = {s: self._pulled(s, dense, owners) for s in self.map.servers}
+            asked = {s: part for s, part in plan.items() if part[0] or part[1]}
+            requests: Requests = {
+                s: (
+                    m.Pull(self.model, self.map.version, self.number, self.clock, tuple(names), tuple(where)),
+                    [ids[t][at] for t, at in where.items()],
+                )
+                for s, (names, where) in asked.items()
+            }
+            answers = self._ask_all(requests, m.Values | m.Moved)
+            if self._moved(answers):
+                continue
+            self.least = min((a.least for a, _ in answers.values()), default=self.clock)
+            return self._joined(asked, answers, ids)
+
+    def _owners(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The server of each id. Raises ServerError for ids beyond the table."""
+        parameter = self.parameters[name]
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < parameter.rows):
+            wrong = ids[(ids < 0) | (ids >= parameter.rows)][0].item()
+            raise ServerError(
+                f"there is no row {wrong} of {name}", why=f"rows count from 0 to {parameter.rows - 1}"
+            )
+        owners = torch.tensor(self.map.owners[name])
+        return owners[torch.div(ids, parameter.block_rows, rounding_mode="floor")]
+
+    def _pulled(
+        self, server: int, dense: Sequence[str], owners: Mapping[str, torch.Tensor]
+    ) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """What is asked of one server: names, and which of the ids of each table."""
+        names = [name for name in dense if self.map.owners[name] == (server,)]
+        where = {name: (owner == server).nonzero().flatten() for name, owner in owners.items()}
+        return names, {name: at for name, at in where.items() if len(at)}
+
+    def _joined(
+        self,
+        asked: Mapping[int, tuple[list[str], dict[str, torch.Tensor]]],
+        answers: Mapping[int, tuple[Any, m.Tensors]],
+        ids: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, x in ids.items():
+            parameter = self.parameters[name]
+            found[name] = torch.empty((len(x), *parameter.shape[1:]), dtype=getattr(torch, parameter.dtype))
+        for server, (names, where) in asked.items():
+            tensors = iter(answers[server][1])
+            found.update({name: next(tensors) for name in names})
+            for name, at in where.items():
+                found[name].index_copy_(0, at, next(tensors))
+        return found
+
+    # ---- gradients
+
+    def push(
+        self,
+        weight: float,
+        dense: Mapping[str, torch.Tensor],
+        rows: Mapping[str, Rows] | None = None,
+        options: Mapping[str, Options] | None = None,
+    ) -> None:
+        """Send the gradients of a step: means over `weight` examples. Rows of one id are summed first. All servers get
+        a push, so that their clocks agree."""
+        summed = {name: sum_rows(*pair) for name, pair in (rows or {}).items()}
+        while True:
+            owners = {name: self._owners(name, ids) for name, (ids, _) in summed.items()}
+            requests = {
+                s: self._pushed(s, weight, dense, summed, owners, options or {}) for s in self.map.servers
+            }
+            if not self._moved(self._ask_all(requests, m.Done | m.Moved)):
+                break
+        self.clock += 1
+
+    def _pushed(
+        self,
+        server: int,
+        weight: float,
+        dense: Mapping[str, torch.Tensor],
+        rows: Mapping[str, Rows],
+        owners: Mapping[str, torch.Tensor],
+        options: Mapping[str, Options],
+    ) -> tuple[m.Request, m.Tensors]:
+        names = [name for name in dense if self.map.owners[name] == (server,)]
+        tensors = [dense[name].contiguous() for name in names]
+        for name, (ids, gradients) in rows.items():
+            at = (owners[name] == server).nonzero().flatten()
+            tensors += [ids[at], gradients[at]]
+        request = m.Push(
+            self.model,
+            self.map.version,
+            self.number,
+            self.clock,
+            weight,
+            tuple(names),
+            tuple(rows),
+            dict(options),
+        )
+        return request, tensors
+
+    # ---- answers
+
+    def _ask_all(self, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
+        answers = self.transport.ask(requests)
+        return {s: (self._expect(answer, kind), tensors) for s, (answer, tensors) in answers.items()}
+
+    @staticmethod
+    def _expect(answer: m.Answer, kind: Any) -> Any:
+        if isinstance(answer, m.Refused):
+            raise answer.error()
+        if not isinstance(answer, kind):
+            raise ServerError(f"a server answers {type(answer).__name__}", why="it speaks another version")
+        return answer
+
+    def _moved(self, answers: Mapping[int, tuple[Any, m.Tensors]]) -> bool:
+        """Take a newer map if a server has one; then the request is split again."""
+        newer = [a.map for a, _ in answers.values() if isinstance(a, m.Moved)]
+        if newer:
+            self.map = max(newer, key=lambda x: x.version)
+        return bool(newer)
+
+
+__all__ = ["Worker"]
