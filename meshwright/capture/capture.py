@@ -23,6 +23,7 @@ from meshwright.capture.nest import Shape
 from meshwright.capture.normalize import normalize
 from meshwright.capture.raise_attention import raise_attention
 from meshwright.capture.raise_bags import raise_bags
+from meshwright.capture.raise_expert_blocks import raise_expert_blocks
 from meshwright.capture.raise_moe import raise_experts
 from meshwright.capture.trace import Trace, trace
 from meshwright.capture.warnings import noted
@@ -87,7 +88,8 @@ def _traced(
 def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     """Rewrite a graph from the operators of torch.export to ours. Numbers do not change."""
     graph = prune(normalize(literal_constants(graph, constants)))
-    graph = raise_bags(raise_experts(prune(indices_to_views(graph))))
+    graph = raise_expert_blocks(raise_experts(prune(indices_to_views(graph))))
+    graph = raise_bags(graph)
     graph = mark_gradients(graph)
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))

@@ -48,6 +48,7 @@ def interpret(
         "meshwright.dropout": dropout or (lambda x, p, slot: torch.nn.functional.dropout(x, p)),
         "meshwright.dropout_mask": lambda y: y != 0,
         "meshwright.expert_linear": _expert_linear,
+        "meshwright.experts": _experts,
         "meshwright.embedding_bag": _embedding_bag,
     }
     run(graph.nodes, known, special=special, attention=attention, device=device)
@@ -58,6 +59,41 @@ def _expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor)
     """Multiply each row by the matrix of each of its experts, one by one: slow, and obviously correct."""
     rows = x.repeat_interleave(len(experts) // max(len(x), 1), dim=0)
     return torch.bmm(rows[:, None], weight[experts])[:, 0]
+
+
+def _experts(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate: str,
+    constants: tuple[float, ...] = (),
+) -> torch.Tensor:
+    """Take each row through the matrices of each of its experts, then sum over its choices."""
+    inner = _expert_linear(x, up, experts)
+    inner = _gated(inner if up_bias is None else inner + up_bias[experts], gate, constants)
+    outer = _expert_linear(inner, down, experts)
+    outer = (outer if down_bias is None else outer + down_bias[experts]) * weights[:, None]
+    return outer.view(len(x), -1, outer.shape[1]).sum(1)
+
+
+def _gated(inner: torch.Tensor, gate: str, constants: tuple[float, ...]) -> torch.Tensor:
+    if gate == "interleaved":
+        alpha, limit = constants
+        first, second = inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
+        return first * torch.sigmoid(alpha * first) * (second + 1)
+    if gate.endswith("_gated"):
+        first, second = inner.chunk(2, dim=1)
+        return _gated(first, gate.removesuffix("_gated"), constants) * second
+    match gate:
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(inner, approximate="tanh")
+        case "relu_squared":
+            return inner.relu() ** 2
+    return getattr(torch.nn.functional, gate)(inner)
 
 
 def _embedding_bag(

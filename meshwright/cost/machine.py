@@ -57,9 +57,9 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     factor = known.corrections.get(ALIKE.get(work.kind, work.kind), 1.0)
     starting = launch_seconds(device, known)
     halves: list[Amount] = []
-    for flops, moved, launches in (
-        (work.flops_forward, work.bytes_forward, work.launches_forward),
-        (work.flops_backward, work.bytes_backward, work.launches_backward),
+    for flops, moved, launches, passes in (
+        (work.flops_forward, work.bytes_forward, work.launches_forward, work.passes_forward),
+        (work.flops_backward, work.bytes_backward, work.launches_backward, work.passes_backward),
     ):
         busy = moved / memory_rate(moved, device, known)
         if work.kind in ARITHMETIC:
@@ -67,6 +67,8 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
             busy = np.maximum(busy, flops / rate)
         elif np.any(flops):
             busy = np.maximum(busy, flops / element_rate(device, known))
+        if np.any(passes):
+            busy = busy + passes / memory_rate(passes, device, known)
         halves.append(_plain(factor * busy + launches * starting))
     return halves[0], halves[1]
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
+from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, Ref, TensorType
 from meshwright.ops.rule import Port, Rule
 from meshwright.ops.saved import EXTRA, fused_attention, saved
 
@@ -32,7 +32,8 @@ class Work:
 
     `kind` is ``matmul``, ``attention``, ``causal`` (attention with a causal mask, in one kernel), ``conv``, ``memory``
     or ``free`` (a view: nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count every read
-    and write of device memory. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`.
+    and write of device memory. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`. `passes_forward` and
+    `passes_backward` are bytes that move before or after the arithmetic, not beside it.
     """
 
     kind: str
@@ -43,16 +44,19 @@ class Work:
     bytes_backward: Amount
     launches_forward: Amount
     launches_backward: Amount
+    passes_forward: Amount = 0.0
+    passes_backward: Amount = 0.0
 
 
 def _named(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
 
 
-EXPERT_LINEAR = "meshwright.expert_linear"
+EXPERT_LINEAR, EXPERTS = "meshwright.expert_linear", "meshwright.experts"
 PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
     "transformers.grouped_mm_fallback.default",
     EXPERT_LINEAR,
+    EXPERTS,
 }
 CONVOLUTIONS = _named("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d "
                       "conv_transpose2d.input")  # fmt: skip
@@ -111,8 +115,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "meshwright.embedding_rows": (10, 3),
     BAG: (2, 3),
     "meshwright.attention_dropout": (10, 14),
-    "transformers.grouped_mm_fallback.default": (4, 8),
-    EXPERT_LINEAR: (6, 10),
+    EXPERTS: (16, 26),
 }
 
 # FLOPs per element, (forward, backward), where arithmetic outweighs memory traffic. The unit is a device's simple
@@ -166,6 +169,8 @@ def work(
     """
     sizes = _Sizes(node, rule, local, types, tuple(needs_grad))
     op = node.op
+    if op == EXPERTS:
+        return sizes.experts()
     if op in PRODUCTS:
         return sizes.product()
     if op in CONVOLUTIONS:
@@ -237,6 +242,52 @@ class _Sizes:
                 back_flops = back_flops + flops
                 back_bytes = back_bytes + _sum(self.inputs[p] for p in factors if p != port)
         return self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
+
+    def experts(self) -> Work:
+        """Count two products forward and four in backward, of the pairs that meet an expert of this rank.
+
+        Routing is taken to be even: a rank with a share of the experts has that share of the pairs. Beside the products
+        rows are put into the order of experts and back, gated, weighted and summed.
+        """
+        rule, wanted = self.rule, self.wanted
+        (up, down), (x, *_, pairs, _) = self._of_experts, rule.inputs
+        here = self._elements(self._letters(pairs)) * (self.local["g"] / rule.sizes["g"])
+        row, wide = self.local["k"], self._elements(rule.inputs[up][2])
+        narrow, made = self._elements(rule.inputs[down][1]), self.local["m"]
+        item = DTYPES[self.ports[0].dtype]
+        (out,) = self.outputs
+        rounded = DTYPES[self.node.outputs[0].dtype]
+        first, second = 2.0 * here * row * wide, 2.0 * here * narrow * made
+        ends = [item * here * n for n in (row, wide, narrow, made)]
+        x_rows, inner, gated, results = ends
+        biases = len(rule.inputs) - 5  # each is read, and added to a product that is read and written
+        forward = x_rows + inner + self.inputs[up] + gated + results + self.inputs[down]
+        gate = inner + 3 * gated
+        back_order = 3 * here * made * rounded + out
+        passes = 2 * x_rows + gate + 3 * biases * (inner + results) / 2 + results + back_order
+        backward, flops = 2 * results + 2 * gated + self.inputs[down], second
+        back = 2 * results + 2 * gate + 3 * gated + 2 * inner
+        if wanted[down]:
+            flops, backward = flops + second, backward + gated + results + self.inputs[down]
+            back = back + 2 * gated
+        if wanted[up]:
+            flops, backward = flops + first, backward + x_rows + inner + self.inputs[up]
+            back = back + 2 * x_rows
+        if wanted[0]:
+            flops, backward = flops + first, backward + x_rows + inner + self.inputs[up]
+            back = back + 3 * x_rows + self.inputs[0]
+        back = back + biases * (inner + results) / 2
+        launches = LAUNCHES[EXPERTS]
+        found = self._made("matmul", (first + second, flops), (forward, backward), launches)
+        if not any(wanted):
+            return replace(found, flops_backward=0.0, bytes_backward=0.0, launches_backward=0, passes_forward=passes)
+        return replace(found, passes_forward=passes, passes_backward=back)
+
+    @property
+    def _of_experts(self) -> tuple[int, int]:
+        """The ports of the two weights of a block of experts: the one of the second is before its bias."""
+        up_bias = isinstance(self.node.args[2], Ref)
+        return 1, 3 if up_bias else 2
 
     def convolution(self) -> Work:
         """Count 2 FLOPs for each element of the weight and position of the result (of the input, if transposed)."""

@@ -7,7 +7,8 @@
 A number is a *port* (a tensor that the operator reads) and `o` with a number is a result. `/` names the ports of which
 one must need a gradient for the tensor to be saved (any port, if none is named). `?` marks a port that may be absent.
 What is saved beside inputs and results (a mask, statistics of rows) is *extra*: a function of the local types. Extra is
-proportional to the first input along every dim that may be sharded, so prices can scale it.
+proportional to the first input along every dim that may be sharded, so prices can scale it; that of a block of experts
+to its first weight too.
 
 Every line is checked against torch (`tests/cost/test_saved.py`). An operator without a line is assumed to save all its
 floating-point inputs.
@@ -27,11 +28,15 @@ Types = Mapping[str, TensorType]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The tensors that one operator saves: `inputs` by port, `outputs` by number, and `extra_bytes` beside them."""
+    """The tensors that one operator saves: `inputs` by port, `outputs` by number, and `extra_bytes` beside them.
+
+    `extra_port`: a port beside the first whose shards divide the extra bytes.
+    """
 
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra_bytes: int = 0
+    extra_port: int | None = None
 
 
 NOTHING = Saved()
@@ -278,9 +283,16 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
 
 
 def _experts(node: Node, types: Types) -> Saved:
-    """Return what a block of experts saves: all that it reads, and the rows of the first product, one per choice."""
+    """Return what a block of experts saves: all that it reads, and the rows of the first product, one per choice.
+
+    A rank with some of the experts (`ops/local/experts.py` says of how many) has the rows that are given to these. As
+    many are given to each: what is given depends on the data.
+    """
     _, up, *_, weights = (types[u] for u in node.uses)
-    return Saved(tuple(range(len(node.uses))), (), math.prod(weights.shape) * up.shape[2] * DTYPES[up.dtype])
+    experts, _, wide = up.shape
+    total = node.args[10] if len(node.args) > 10 else experts
+    rows = math.prod(weights.shape) * experts // max(total, 1)
+    return Saved(tuple(range(len(node.uses))), (), rows * wide * DTYPES[up.dtype], 1)
 
 
 def _bags(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:

@@ -85,7 +85,7 @@ class Least:
 
 
 def _share(done: Work, pieces: int) -> Work:
-    names = [f.name for f in fields(Work) if f.name.startswith(("flops", "bytes"))]
+    names = [f.name for f in fields(Work) if f.name.startswith(("flops", "bytes", "passes"))]
     return replace(done, **{name: getattr(done, name) / pieces for name in names})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,31 @@ from meshwright.runtime.kernels import kernel
 from meshwright.runtime.rank import Rank
 
 ROWS, WIDTH, EXPERTS, CHOICES = 12, 16, 4, 2
+
+
+def halves(rows: torch.Tensor) -> torch.Tensor:
+    first, second = rows.chunk(2, -1)
+    return torch.nn.functional.silu(first) * second
+
+
+def interleaved(rows: torch.Tensor, low: float = -1.0, alpha: float = 1.7) -> torch.Tensor:
+    """As GPT-OSS gates: even columns by odd ones."""
+    gate, up = rows[..., ::2].clamp(max=1.0), rows[..., 1::2].clamp(low, 1.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+GATES = {
+    "halves": halves,
+    "biased": halves,
+    "read": halves,
+    "interleaved": interleaved,
+    "squared": lambda rows: torch.relu(rows).square(),
+    "gelu": lambda rows: torch.nn.functional.gelu(rows, approximate="tanh"),
+    # not gates of the operator
+    "other clamp": lambda rows: interleaved(rows, -2.0),
+    "later half": lambda rows: halves(rows.flip(-1)),
+    "tanh": torch.tanh,
+}
 
 
 class Routed(torch.nn.Module):
@@ -39,10 +65,8 @@ class Routed(torch.nn.Module):
         ordered, order = torch.sort(experts, descending=self.twist == "descending")
         counts = torch.histc(ordered.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
-        rows = torch.relu(product(x[order // CHOICES], self.up, ends) + self.bias[ordered])
-        if self.twist == "interleaved":  # as GPT-OSS gates: even columns by odd ones
-            gate, up = rows[..., ::2].clamp(max=1.0), rows[..., 1::2].clamp(-1.0, 1.0)
-            rows = torch.cat([(up + 1) * gate * torch.sigmoid(gate * 1.7), up], -1)
+        rows = product(x[order // CHOICES], self.up, ends) + self.bias[ordered]
+        rows = GATES.get(self.twist, torch.relu)(rows)
         if self.twist == "places":  # what comes first depends on all rows
             rows = rows * torch.arange(len(order)).unsqueeze(-1)
         if self.twist == "cumulated":
@@ -51,10 +75,13 @@ class Routed(torch.nn.Module):
         back[order] = torch.arange(len(order))
         if self.twist == "other rows":
             back = back.flip(0)
-        made = (product(rows, self.down, ends) * weight.reshape(-1)[order].unsqueeze(-1))[back]
-        if self.twist == "seen":
-            return made.view(len(x), CHOICES, -1).sum(1) * (1 + order[0])
-        return made.view(len(x), CHOICES, -1).sum(1)
+        made = product(rows, self.down[:, : rows.shape[1]], ends)
+        if self.twist == "biased":
+            made = made + self.bias[ordered, :WIDTH]
+        made = (made * weight.reshape(-1)[order].unsqueeze(-1))[back].view(len(x), CHOICES, -1)
+        if self.twist == "read":
+            return made.sum(1) + made[:, 0]
+        return made.sum(1) * (1 + order[0]) if self.twist == "seen" else made.sum(1)
 
 
 def square(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -68,15 +95,19 @@ def captured(twist: str = "") -> tuple[Captured, torch.nn.Module, dict[str, Any]
     return captured_of(model, batch, square), model, batch
 
 
-RAISED = ["", "interleaved"]
+BLOCKS = ["", "halves", "biased", "interleaved", "squared", "gelu"]
+PRODUCTS = ["read", "other clamp", "later half", "tanh"]
+SORTED = ["descending", "places", "cumulated", "other rows", "seen"]
 
 
-@pytest.mark.parametrize("twist", [*RAISED, "descending", "places", "cumulated", "other rows", "seen"])
+@pytest.mark.parametrize("twist", [*BLOCKS, *PRODUCTS, *SORTED])
 def test_a_capture_means_what_the_model_says(twist: str) -> None:
+    """The block of experts is one operator, or two products where something else is between, or what was traced."""
     found, model, batch = captured(twist)
-    sorts = [n for n in found.graph.nodes if n.op.startswith("aten.sort")]
-    assert bool(sorts) == (twist not in RAISED)
-    assert sum(n.op == "meshwright.expert_linear" for n in found.graph.nodes) == (2 if twist in RAISED else 0)
+    ops = Counter(n.op for n in found.graph.nodes)
+    assert ops["meshwright.experts"] == (twist in BLOCKS)
+    assert ops["meshwright.expert_linear"] == 2 * (twist in PRODUCTS)
+    assert bool(ops["aten.sort.default"] + ops["aten.sort.stable"]) == (twist in SORTED)
     loss = interpret(found.graph, bind(found.graph, found.constants, model, batch))["loss"]
     grads = torch.autograd.grad(loss, list(model.parameters()))
     expected = square(model, batch)

@@ -16,12 +16,14 @@ from meshwright.cost.operators import (
     BROADCASTS,
     CONVOLUTIONS,
     EXPERT_LINEAR,
+    EXPERTS,
     NOT_THROUGH,
     THROUGH,
     VIEWS,
 )
 from meshwright.ops.saved import fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.experts import backward_bytes, forward_bytes
 from meshwright.predict.memory.recompute import Notes
 
 DROPOUT = "meshwright.dropout"
@@ -171,6 +173,8 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, 
     if node.op == EXPERT_LINEAR:
         rows, order = _pairs(node, types)
         return 0, max(rows, node.outputs[0].size_bytes) + order
+    if node.op == EXPERTS:
+        return 0, forward_bytes(node, types)
     row = FORWARD.get(node.op)
     if row is None:
         return 0, 0
@@ -236,6 +240,8 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
     elif node.op == EXPERT_LINEAR:  # the rows' gradients, in the order of experts and in their own
         rows, order = _pairs(node, types)
         beside = full + 2 * rows - types[node.uses[0]].size_bytes + 2 * order
+    elif node.op == EXPERTS:
+        beside = backward_bytes(node, types, wanted)
     row = BACKWARD.get(node.op, (0, 0))
     if node.op == DIVIDE and wanted[-1] and len(wanted) == 2:  # the quotient, and that over the denominator
         row = (2, 0)

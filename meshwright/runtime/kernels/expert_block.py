@@ -37,11 +37,16 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square()
+
+
 PLAIN: dict[str, Gate] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": torch.relu,
+    "relu_squared": _relu_squared,
 }
 GATES: dict[str, Gate] = {
     **PLAIN,
@@ -92,46 +97,50 @@ class Experts(torch.autograd.Function):
         every: bool,
     ) -> torch.Tensor:
         """The weighted sum over choices, rounded as the model rounds it where all experts are here."""
-        pairs_r, experts_r, ends_g = _here(experts_p, start, len(up_gkh))
+        pairs_r, experts_r, ends_g = _here(experts_p, start, len(up_gkh), every)
         choices = len(experts_p) // max(len(x_tk), 1)
         up_rh = _products(x_tk[pairs_r // choices], up_gkh, ends_g)
         if up_bias_gh is not None:
             up_rh += up_bias_gh[experts_r]
         ctx.save_for_backward(x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh)
-        ctx.gate, ctx.constants, ctx.start, ctx.choices = gate, constants, start, choices
+        ctx.gate, ctx.constants, ctx.start, ctx.every, ctx.choices = gate, constants, start, every, choices
         down_rm = _products(GATES[gate](up_rh, *constants), down_gnm, ends_g)
         if down_bias_gm is not None:
             down_rm += down_bias_gm[experts_r]
-        weighted_rm = down_rm * weights_p[pairs_r, None]
-        return _summed(weighted_rm, pairs_r, len(x_tk), choices)
+        down_rm = down_rm * weights_p[pairs_r, None]
+        return _summed(down_rm, pairs_r, len(x_tk), choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of rows and weights are terms of a sum over ranks where experts are sharded."""
+        """Gradients of rows and weights are terms of a sum over ranks where experts are sharded.
+
+        The gradient of a weight is the product of its result and that result's gradient, which is also that of what
+        goes into the second product and *its* gradient: so the second product is not computed again.
+        """
         x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh = ctx.saved_tensors
-        pairs_r, experts_r, ends_g = _here(experts_p, ctx.start, len(up_gkh))
-        rows_r = pairs_r // ctx.choices
+        pairs_r, experts_r, ends_g = _here(experts_p, ctx.start, len(up_gkh), ctx.every)
+        rows_r, scale_r1 = pairs_r // ctx.choices, weights_p[pairs_r, None]
         made: list[torch.Tensor | None] = [None] * 11
         wanted = ctx.needs_input_grad
         with torch.enable_grad():
             leaf_rh = up_rh.detach().requires_grad_()
             gated_rn = GATES[ctx.gate](leaf_rh, *ctx.constants)
-        grad_rm = grads[0][rows_r]
-        scale_r1 = weights_p[pairs_r, None]
-        weighted_rm = (grad_rm * scale_r1).to(down_gnm.dtype)
-        if wanted[3]:
-            made[3] = _weights(gated_rn.detach(), weighted_rm, ends_g)
-        if down_bias_gm is not None and wanted[4]:
-            made[4] = torch.zeros_like(down_bias_gm).index_add_(0, experts_r, weighted_rm)
+        grad_rm = grads[0].to(down_gnm.dtype)[rows_r]
+        inner_rn = _products(grad_rm, down_gnm.transpose(1, 2), ends_g)
         if wanted[6]:
-            down_rm = _products(gated_rn.detach(), down_gnm, ends_g)
+            found_r = (inner_rn * gated_rn.detach()).sum(-1, dtype=weights_p.dtype)
             if down_bias_gm is not None:
-                down_rm += down_bias_gm[experts_r]
-            found_r = (down_rm * grad_rm).sum(-1).to(weights_p.dtype)
+                found_r += (grad_rm * down_bias_gm[experts_r]).sum(-1, dtype=weights_p.dtype)
             made[6] = torch.zeros_like(weights_p).index_copy_(0, pairs_r, found_r)
+        if wanted[3]:
+            made[3] = _weights((gated_rn.detach() * scale_r1).to(gated_rn.dtype), grad_rm, ends_g)
+        if down_bias_gm is not None and wanted[4]:
+            weighted_rm = (grad_rm * scale_r1).to(grad_rm.dtype)
+            made[4] = torch.zeros_like(down_bias_gm).index_add_(0, experts_r, weighted_rm)
+        del grad_rm
         if any(wanted[:3]):
-            inner_rn = _products(weighted_rm, down_gnm.transpose(1, 2), ends_g)
-            (grad_rh,) = torch.autograd.grad(gated_rn, leaf_rh, inner_rn)
+            (grad_rh,) = torch.autograd.grad(gated_rn, leaf_rh, (inner_rn * scale_r1).to(inner_rn.dtype))
+            del inner_rn, gated_rn
             if wanted[1]:
                 made[1] = _weights(x_tk[rows_r], grad_rh, ends_g)
             if up_bias_gh is not None and wanted[2]:
@@ -142,8 +151,13 @@ class Experts(torch.autograd.Function):
         return tuple(made)
 
 
-def _here(experts_p: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _here(
+    experts_p: torch.Tensor, start: int, count: int, every: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The pairs of the experts from `start` on in the order of experts, the local expert of each, and their ends."""
+    if every:
+        pairs_r, ends_g = _sorted(experts_p, count)
+        return pairs_r, experts_p[pairs_r], ends_g
     local_p = experts_p - start
     pairs_r = ((local_p >= 0) & (local_p < count)).nonzero()[:, 0]
     order_r, ends_g = _sorted(local_p[pairs_r], count)

@@ -50,13 +50,14 @@ Each = Sequence[float]  # bytes at each of the instants
 @dataclass(frozen=True)
 class Charge:
     """Bytes that a state of an operator takes: `each` at an instant for every element that a rank holds of `value` at a
-    port, and for no more than `most` of them."""
+    port, and for no more than `most` of them; times the share that it holds of the value at another port, if given."""
 
     node: str
     port: int
     value: str
     each: Each
     most: float = math.inf
+    share: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,12 @@ def _kept(
         graph, space.values, space.ties, space.mesh.size, space.hosts, again, away, _end(graph)
     )
     for charge in charges:
-        codes, variable = (
-            space.nodes[charge.node].ports[charge.port].forward,
-            space.variable["node", charge.node],
-        )
+        ports, variable = space.nodes[charge.node].ports, space.variable["node", charge.node]
+        codes = ports[charge.port].forward
         held = np.minimum(table.local_elements(space.values[charge.value], codes), charge.most)
+        if charge.share is not None:
+            port, shared = charge.share[0], space.values[charge.share[1]]
+            held = held * table.local_elements(shared, ports[port].forward) / whole_elements(shared)
         each = held[:, None] * np.array(charge.each)
         found[variable] = found[variable] + each if variable in found else each
     return found
@@ -245,12 +247,13 @@ def _charges(
             continue
         read = ties.first(node.uses[0])
         wanted = [u in graph.needs_grad for u in node.uses]
-        extra = saved(node, graph.types, wanted).extra_bytes
-        if extra and not any(value in again for value in node.values):
-            each = times * extra / whole_elements(values[read])
-            yield Charge(first, 0, read, (each, 0.0, past * each))
+        kept = saved(node, graph.types, wanted)
+        if kept.extra_bytes and not any(value in again for value in node.values):
+            each, port = times * kept.extra_bytes / whole_elements(values[read]), kept.extra_port
+            share = None if port is None else (port, ties.first(node.uses[port]))
+            yield Charge(first, 0, read, (each, 0.0, past * each), share=share)
         each = float(values[read].itemsize)
-        kept_too = any(port == 0 and kept not in again for port, kept, _ in keepers.get(node.name, ()))
+        kept_too = any(port == 0 and name not in again for port, name, _ in keepers.get(node.name, ()))
         if node.name == loss and not kept_too:
             yield Charge(first, 0, read, (each, 0.0, 0.0))
         if node.name == head and wanted[0]:

@@ -378,8 +378,13 @@ class Priced:
         isomorphic = self.isomorphic
         for charges in isomorphic.charges.by(self.group):
             group, port, structure = self.group[charges.nodes[0]], charges.port, charges.structure
-            held = self._elements(structure, charges.columns, self.ports[group][port])
-            self.tables.add_states(charges.nodes, np.minimum(held, charges.most) * (charges.each @ per_byte))
+            held = np.minimum(
+                self._elements(structure, charges.columns, self.ports[group][port]), charges.most
+            )
+            if charges.share is not None:
+                port, structure = charges.share
+                held = held * self._shares(structure, charges.shared, self.ports[group][port])
+            self.tables.add_states(charges.nodes, held * (charges.each @ per_byte))
         for pairs in kept:
             columns = isomorphic.edges.column[pairs.edges]
             held, wanted = (self._elements(pairs.structure, columns, p) for p in (pairs.have, pairs.want))
@@ -396,6 +401,11 @@ class Priced:
             return np.repeat(held[:, None], len(columns), axis=1)
         which, of = np.unique(columns, return_inverse=True)
         return sizes.take(which).elements(self.isomorphic.table, port.forward)[:, of]
+
+    def _shares(self, structure: int, columns: Numbers, port: Port) -> Floats:
+        """Return the share that a rank holds of values of one structure: [states, values]."""
+        whole = Port(np.zeros_like(port.forward[:1]), port.grad[:1])
+        return self._elements(structure, columns, port) / self._elements(structure, columns, whole)
 
     def pairs_of_seconds(self) -> dict[tuple[int, int], Floats]:
         """The seconds of all pairs, whatever a byte costs."""
