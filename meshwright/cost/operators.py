@@ -250,7 +250,7 @@ class _Sizes:
         rows are put into the order of experts and back, gated, weighted and summed.
         """
         rule, wanted = self.rule, self.wanted
-        (up, down), (x, *_, pairs, _) = self._of_experts, rule.inputs
+        (up, down), pairs = self._of_experts, rule.inputs[-2]
         here = self._elements(self._letters(pairs)) * (self.local["g"] / rule.sizes["g"])
         row, wide = self.local["k"], self._elements(rule.inputs[up][2])
         narrow, made = self._elements(rule.inputs[down][1]), self.local["m"]
@@ -280,7 +280,9 @@ class _Sizes:
         launches = LAUNCHES[EXPERTS]
         found = self._made("matmul", (first + second, flops), (forward, backward), launches)
         if not any(wanted):
-            return replace(found, flops_backward=0.0, bytes_backward=0.0, launches_backward=0, passes_forward=passes)
+            return replace(
+                found, flops_backward=0.0, bytes_backward=0.0, launches_backward=0, passes_forward=passes
+            )
         return replace(found, passes_forward=passes, passes_backward=back)
 
     @property

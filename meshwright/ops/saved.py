@@ -290,7 +290,7 @@ def _experts(node: Node, types: Types) -> Saved:
     """
     _, up, *_, weights = (types[u] for u in node.uses)
     experts, _, wide = up.shape
-    total = node.args[10] if len(node.args) > 10 else experts
+    total = node.arg(10, "total", experts)
     rows = math.prod(weights.shape) * experts // max(total, 1)
     return Saved(tuple(range(len(node.uses))), (), rows * wide * DTYPES[up.dtype], 1)
 

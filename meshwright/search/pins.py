@@ -31,7 +31,8 @@ class Pin:
     nodes: tuple[Node, ...]
 
 
-CAST = "aten._to_copy.default"
+# What a weight may go through before its operator reads it: autocast casts it, experts transpose theirs.
+BEFORE = {"aten._to_copy.default", "aten.permute.default"}
 
 
 def module_seeds(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> Seeds:
@@ -84,8 +85,8 @@ def _resolved(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> 
     check_pins(pins)
     modules = sorted({n.module for n in context.graph.nodes if n.module})
     parameters = {i.name for i in context.graph.inputs if i.role == "parameter"}
-    for node in context.graph.nodes:  # autocast casts a weight before its operator reads it
-        if node.op == CAST and parameters.intersection(node.uses):
+    for node in context.graph.nodes:
+        if node.op in BEFORE and parameters.intersection(node.uses):
             parameters.update(node.values)
     for pattern, splits in pins.items():
         matched = [
@@ -108,12 +109,13 @@ def _resolved(context: SearchContext, pins: Mapping[str, Mapping[str, Any]]) -> 
         if named:
             continue
         readers = [n for n in matched if parameters.intersection(n.uses)]
-        chosen = [n for n in readers if n.op != CAST] or readers or matched
+        chosen = [n for n in readers if n.op not in BEFORE] or readers or matched
         for letter, axes in splits.items():
             takers: dict[str, list[Node]] = {}
-            for node in chosen:
-                if own := _letter(context, node, letter):
-                    takers.setdefault(own, []).append(node)
+            for nodes in (chosen, readers):
+                for node in nodes if not takers else ():
+                    if own := _letter(context, node, letter):
+                        takers.setdefault(own, []).append(node)
             if not takers:
                 site = context.site(chosen[0].name)
                 raise StrategyError(

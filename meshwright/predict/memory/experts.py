@@ -27,7 +27,7 @@ class _Rows:
         down, (out,) = types[node.args[3].name], node.outputs
         item, rounded = DTYPES[x.dtype], DTYPES[out.dtype]
         experts, width, wide = up.shape
-        total = node.args[10] if len(node.args) > 10 else experts
+        total = node.arg(10, "total", experts)
         self.pairs = math.prod(weights.shape)
         self.count = self.pairs * experts // max(total, 1)
         self.every = experts == total
@@ -47,7 +47,9 @@ class _Rows:
         if self.every:
             return rows
         wide = max(4, item)  # an f32 sum, and the rows of one choice at a time, which are r / s
-        return self.rows * width * wide + (rows + rows * wide // item) // max(self.pairs // max(self.rows, 1), 1)
+        return self.rows * width * wide + (rows + rows * wide // item) // max(
+            self.pairs // max(self.rows, 1), 1
+        )
 
 
 def forward_bytes(node: Node, types: Types) -> int:
@@ -67,21 +69,22 @@ def forward_bytes(node: Node, types: Types) -> int:
 
 def backward_bytes(node: Node, types: Types, wanted: Sequence[bool]) -> int:
     """Return the most bytes beside the gradients at one time of backward."""
-    rows, x = _Rows(node, types), types[node.uses[0]]
+    rows, (x, up, *_) = _Rows(node, types), (types[u] for u in node.uses)
     wide = rows.scale > 1
     forth, kept, most = rows.gate
     scaled = (rows.scale + wide) * rows.gated  # and brought back to the dtype of the rows
     bias = max(2, rows.scale + wide) * rows.made if rows.biased else 0
+    of_x, of_up = x.size_bytes * wanted[0], up.size_bytes * wanted[1]  # gradients that are made last
     phases = [
-        kept * rows.gated + rows.cast + rows.made,
-        kept * rows.gated + rows.made + rows.gated + max(scaled, bias),
-        (most + (wide and forth == 1)) * rows.gated,
+        kept * rows.gated + rows.cast + rows.made - of_x - of_up,
+        kept * rows.gated + rows.made + rows.gated + max(scaled, bias) - of_x - of_up,
+        (most + (wide and forth == 1)) * rows.gated - of_x - of_up,
     ]
     if wanted[1]:
-        phases.append(rows.inner + rows.x)
+        phases.append(rows.inner + rows.x - of_x)
     if wanted[0]:
         phases.append(rows.inner + rows.x + rows.summing(rows.x, DTYPES[x.dtype], x.shape[1]))
-    return rows.order + max(phases)
+    return rows.order + max(0, *phases)
 
 
 __all__ = ["backward_bytes", "forward_bytes"]
