@@ -48,10 +48,11 @@ def raise_expert_blocks(graph: Graph) -> Graph:
         return graph
 
     def total(b: Rewriter, n: Node) -> Ref | None:
-        for args, scale in _blocks(b, n):
-            ends = {r.name for r in (*args[:6], scale) if isinstance(r, Ref)}
-            if _is_apart(graph, b, n, ends):
-                return b.emit(EXPERTS, (*args[:6], b.view(scale, b.shape(args[5])), *args[6:]), n.outputs[0])
+        for ports, scale, gate in _blocks(b, n):
+            if _is_apart(graph, b, n, {r.name for r in (*ports, scale) if r is not None}):
+                weights = b.view(scale, b.shape(scale)[:1])
+                constants = (gate.constants,) if gate.constants else ()
+                return b.emit(EXPERTS, (*ports, weights, gate.name, *constants), n.outputs[0])
         return None
 
     return prune(rewrite(graph, {SUM: total}))
@@ -75,8 +76,8 @@ def _is_apart(graph: Graph, b: Rewriter, total: Node, ends: set[str]) -> bool:
     return made <= graph.types.keys() and made.isdisjoint(outside) and readers <= inside.keys()
 
 
-def _blocks(b: Rewriter, total: Node) -> Iterator[tuple[tuple[object, ...], Ref]]:
-    """Yield the arguments of the block that ends in a sum over choices, without its weights, and these as a column."""
+def _blocks(b: Rewriter, total: Node) -> Iterator[tuple[tuple[Ref | None, ...], Ref, Gate]]:
+    """Yield the ports of the block that ends in a sum over choices, its weights as a column apart, and its gate."""
     pairs = _made(b, total.args[0], VIEW)
     if pairs is None or total.kwargs or total.args[1:] not in (((1,),), ((1,), False)):
         return
@@ -94,7 +95,7 @@ def _blocks(b: Rewriter, total: Node) -> Iterator[tuple[tuple[object, ...], Ref]
             continue
         floats = up.rows, up.weight, up.bias, down.weight, down.bias
         if len({b.type(v).dtype for v in floats if v is not None}) == 1:
-            yield (*floats, up.experts, gate.name, *([gate.constants] if gate.constants else [])), scale
+            yield (*floats, up.experts), scale, gate
 
 
 def _product(b: Rewriter, value: Ref) -> Product | None:

@@ -18,12 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, Ref, TensorType
+from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
+from meshwright.cost.experts import Amount, Pair, expert_work
 from meshwright.ops.rule import Port, Rule
 from meshwright.ops.saved import EXTRA, fused_attention, saved
-
-Amount = Any  # float, or a float64 array with an entry for each strategy
-Pair = tuple[Amount, Amount]  # forward, backward
 
 
 @dataclass(frozen=True)
@@ -244,52 +242,11 @@ class _Sizes:
         return self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
 
     def experts(self) -> Work:
-        """Count two products forward and four in backward, of the pairs that meet an expert of this rank.
-
-        Routing is taken to be even: a rank with a share of the experts has that share of the pairs. Beside the products
-        rows are put into the order of experts and back, gated, weighted and summed.
-        """
-        rule, wanted = self.rule, self.wanted
-        (up, down), pairs = self._of_experts, rule.inputs[-2]
-        here = self._elements(self._letters(pairs)) * (self.local["g"] / rule.sizes["g"])
-        row, wide = self.local["k"], self._elements(rule.inputs[up][2])
-        narrow, made = self._elements(rule.inputs[down][1]), self.local["m"]
-        item = DTYPES[self.ports[0].dtype]
-        (out,) = self.outputs
-        rounded = DTYPES[self.node.outputs[0].dtype]
-        first, second = 2.0 * here * row * wide, 2.0 * here * narrow * made
-        ends = [item * here * n for n in (row, wide, narrow, made)]
-        x_rows, inner, gated, results = ends
-        biases = len(rule.inputs) - 5  # each is read, and added to a product that is read and written
-        forward = x_rows + inner + self.inputs[up] + gated + results + self.inputs[down]
-        gate = inner + 3 * gated
-        back_order = 3 * here * made * rounded + out
-        passes = 2 * x_rows + gate + 3 * biases * (inner + results) / 2 + results + back_order
-        backward, flops = 2 * results + 2 * gated + self.inputs[down], second
-        back = 2 * results + 2 * gate + 3 * gated + 2 * inner
-        if wanted[down]:
-            flops, backward = flops + second, backward + gated + results + self.inputs[down]
-            back = back + 2 * gated
-        if wanted[up]:
-            flops, backward = flops + first, backward + x_rows + inner + self.inputs[up]
-            back = back + 2 * x_rows
-        if wanted[0]:
-            flops, backward = flops + first, backward + x_rows + inner + self.inputs[up]
-            back = back + 3 * x_rows + self.inputs[0]
-        back = back + biases * (inner + results) / 2
-        launches = LAUNCHES[EXPERTS]
-        found = self._made("matmul", (first + second, flops), (forward, backward), launches)
-        if not any(wanted):
-            return replace(
-                found, flops_backward=0.0, bytes_backward=0.0, launches_backward=0, passes_forward=passes
-            )
-        return replace(found, passes_forward=passes, passes_backward=back)
-
-    @property
-    def _of_experts(self) -> tuple[int, int]:
-        """The ports of the two weights of a block of experts: the one of the second is before its bias."""
-        up_bias = isinstance(self.node.args[2], Ref)
-        return 1, 3 if up_bias else 2
+        """Count the products of a block of experts, and the passes around them."""
+        done = expert_work(self.node, self.rule, self.local, self.types, self.inputs, self.wanted)
+        forward, backward = LAUNCHES[EXPERTS]
+        made = self._made("matmul", done.flops, done.moved, (forward, backward * any(self.wanted)))
+        return replace(made, passes_forward=done.passes[0], passes_backward=done.passes[1])
 
     def convolution(self) -> Work:
         """Count 2 FLOPs for each element of the weight and position of the result (of the input, if transposed)."""
