@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mixtures import OVER_RANKS
 from tests.runtime.test_processes import TRAIN, succeed
 
 pytestmark = pytest.mark.procs
@@ -33,6 +34,17 @@ def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, te
     if mesh == {"dp": 3}:
         body = body.replace("gpt.build()", "gpt.build(batch=6)")
     assert "loss" in succeed(tmp_path, ranks, settings + body)
+
+
+def test_experts_over_ranks_train_as_one_device(tmp_path: Path) -> None:
+    settings = f"""
+MESH, MODE, PINS, CLIP = {{"dp": 2, "ep": 2}}, "sharding_propagation", {OVER_RANKS!r}, 0.05
+DTYPE, TOLERANCE, FLOOR = torch.float32, 1e-4, 0.0
+from tests.mixtures import mixture
+"""
+    body = TRAIN.replace("gpt.build()", "mixture()")
+    body = body.replace("clip_norm=CLIP", "clip_norm=CLIP, optimizer_parallel=1, threshold_kb=0")
+    assert "loss" in succeed(tmp_path, 4, settings + body)
 
 
 def test_ranks_that_built_other_weights_take_those_of_one(tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_two_hundred_random_pairs(
     prove(tmp_path, name, optimizer, first, second)
 
 
+def test_experts_over_ranks_load_over_others(tmp_path: Path) -> None:
+    """Two ranks have two of four experts each; then of three ranks one has two, two have one."""
+    first, second = case({"dp": 2, "tp": 2}, optimizer_parallel=1, threshold_kb=0), case({"tp": 3})
+    prove(tmp_path, "mixtral", "adamw", first, second)
+
+
 def test_meshes_of_places_are_plans_like_others(tmp_path: Path) -> None:
     own = case({}, meshes="dp=2/tp=2", micro_batches=2, optimizer_parallel=1, threshold_kb=0)
     prove(tmp_path / "from", "gpt", "adamw", own, case({"dp": 3}))

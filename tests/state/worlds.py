@@ -21,6 +21,7 @@ from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.local_batch import slicer
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.mixtures import mixture
 
 T = TypeVar("T")
 BUILDS: dict[str, Any] = {
@@ -28,12 +29,14 @@ BUILDS: dict[str, Any] = {
     "llama": functools.partial(llama.build, llama.LlamaConfig(48, 24, 48, 2, 4, 2, 8)),
     "recommender": recommender.build,
     "resnet": functools.partial(zoo.hugging_face, "resnet"),  # buffers
+    "mixtral": mixture,
 }
 PINS: dict[str, dict[str, dict[str, str]]] = {
     "gpt": {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}},
     "llama": {"*.attention.q": {"n": "tp"}, "*.up": {"n": "tp"}},
     "recommender": {"deep_tables.*": {"v": "tp"}, "layers.0": {"n": "tp"}},
     "resnet": {"*.layer.0.convolution": {"o": "tp"}},
+    "mixtral": {"*.experts": {"g": "tp"}, "*.q_proj": {"n": "tp"}},
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
