@@ -1,0 +1,275 @@
+"""`mw.parameter_server`: a step of an eager model of which some or all parameters live on parameter servers.
+
+A worker pulls values, computes a gradient on its own batch, and pushes it; servers update. What is not on servers is
+all-reduced among the workers and updated on each, as by `mw.manual_step`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.capture.pytree import leaves
+from meshwright.capture.trace import scalar_of
+from meshwright.compile import Loss, default_loss
+from meshwright.core.type_guards import is_whole
+from meshwright.errors import BatchError, ServerError
+from meshwright.input_checks import check_function, check_model
+from meshwright.loss_value import AFTER_BACKWARD
+from meshwright.manual import world
+from meshwright.runtime.equal_start import start_equal
+from meshwright.runtime.rendezvous import launched_world
+from meshwright.servers import messages as m
+from meshwright.servers.declared import Optimizers, declared
+from meshwright.servers.local import Local, Transport
+from meshwright.servers.lookups import Lookups, no_values
+from meshwright.servers.marks import Factory, marked, tables
+from meshwright.servers.server import Server
+from meshwright.servers.shards import Options, spread
+from meshwright.servers.worker import Worker
+
+STEP = "meshwright_server_step"
+Weight = Callable[[Any], float]
+
+
+def examples(batch: Any) -> float:
+    """The size of the first dim of a batch's first tensor. Raises BatchError without one."""
+    for _, tensor in leaves(batch):
+        if tensor.dim():
+            return float(tensor.shape[0])
+    raise BatchError(
+        "how many examples are in this batch?",
+        why="it has no tensor with a dim",
+        hint="mw.parameter_server(…, weight=lambda batch: …)",
+    )
+
+
+class ServerStep:
+    """A step with parameters on servers, returned by `mw.parameter_server`: ``loss = step(batch)``.
+
+    `optimizer`: change its options, as a schedule of the learning rate does; servers follow with the next push. In its
+    groups, tensors on the meta device stand for parameters on servers. `worker`: pulls and pushes by hand.
+
+    Outside of a step, calling the model and `model.state_dict()` pull the values of now; a parameter on a server that
+    is read without either is NaN. Buffers, such as running statistics, are each worker's own.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, factory: Factory, loss: Loss, staleness: int | None, weight: Weight
+    ) -> None:
+        if STEP in vars(model):
+            raise ServerError(
+                "this model has a step with parameters on servers already", hint="use that step"
+            )
+        marks = marked(model)
+        by_rows = tables(model, marks)
+        self.model, self.loss, self.weight = model, loss, weight
+        self._optimizers = Optimizers(model, marks, factory)
+        named = dict(model.named_parameters())
+        parameters = declared(model, marks, by_rows, self._optimizers)
+        for parameter in parameters:
+            if named[parameter.name].is_meta and (parameter.start is None or not parameter.table):
+                raise no_values(parameter.name)
+        self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
+        count, number = launched_world(), int(os.environ.get("RANK", "0"))
+        transport, servers = _transport(count)
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
+        declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
+        self.worker = Worker(transport, number, declare)
+        if number == 0:
+            self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))
+        self.worker.join()
+        self._sent: dict[str, Options] = {p.name: p.options for p in parameters}
+        self._dense = {n: named[n] for n in marks if n not in by_rows}
+        self._tables, self._lookups = by_rows, Lookups()
+        for name, module in by_rows.items():
+            self._lookups.attach(name, module, lambda ids, name=name: self.worker.pull((), {name: ids})[name])
+        self._active = False
+        self._show_trained()
+        self._world = world() if self._rest and count > 1 else None
+        if self._world is not None:
+            start_equal(self._world.comm, self._world.device, self._rest, 0)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of what has none of its own."""
+        return self._optimizers.main
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that this worker has pushed."""
+        return self.worker.clock
+
+    def __call__(self, batch: Any) -> Any:
+        """Run one step on this worker's own batch, of any size, and return the loss of this batch.
+
+        In step (``staleness=0``) the update is that of one device on all workers' batches together, if the loss is a
+        mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError.
+        """
+        weight = self.weight(batch)
+        self._active = True
+        try:
+            return self._step(batch, weight)
+        finally:
+            self._active = False
+
+    def _step(self, batch: Any, weight: float) -> Any:
+        for parameter in (*self._rest.values(), *self._dense.values()):
+            parameter.grad = None
+        self._pull_dense()
+        self._lookups.begin()
+        given = self.loss(self.model, batch)
+        loss, outputs = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        scalar_of(loss).backward()
+        rows = self._lookups.gradients()
+        if self._world is not None:
+            self._reduce(weight)
+        if self._rest and self.optimizer is not None:
+            self.optimizer.step()
+        dense = {n: p.grad for n, p in self._dense.items() if p.grad is not None}
+        self.worker.push(weight, dense, rows, self._changed())
+        with torch.no_grad():
+            for (
+                parameter
+            ) in self._dense.values():  # from here on old: whoever reads one without a pull shall see it
+                parameter.fill_(torch.nan)
+        found = loss.detach()
+        vars(found).update(AFTER_BACKWARD)
+        return found if outputs is None else (found, outputs)
+
+    def evaluate(self, batch: Any) -> Any:
+        """Return the loss of this worker's batch in evaluation mode, by the values that the servers have now."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self._pull_dense()
+                return self.loss(self.model, batch)
+        finally:
+            for module in training:
+                module.training = True
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the trained model as ``model.state_dict()`` names it, tables in full, on the host."""
+        return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    def _show_trained(self) -> None:
+        """Let the module show trained values outside of a step: a call and `state_dict` pull them."""
+
+        def before(*_: Any) -> None:
+            if not self._active:
+                self._pull_dense()
+
+        def completed(_: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            for name in self._tables:
+                rows = self.worker.parameters[name].rows
+                state[prefix + name] = self.worker.pull((), {name: torch.arange(rows)})[name]
+
+        def refused(*_: Any) -> None:
+            raise ServerError(
+                "values are loaded into a model whose parameters are on servers",
+                hint="model.load_state_dict(…) first, then mw.parameter_server(model, …)",
+            )
+
+        if vars(self.model).setdefault(STEP, self) is not self:
+            raise ServerError(
+                "this model has a step with parameters on servers already", hint="use that step"
+            )
+        self.model.register_forward_pre_hook(before)
+        self.model.register_state_dict_pre_hook(before)
+        self.model.register_state_dict_post_hook(completed)
+        self.model.register_load_state_dict_pre_hook(refused)
+
+    def close(self) -> None:
+        """Leave the job: the other workers no longer wait for this one."""
+        self.worker.leave()
+        self.worker.transport.close()
+
+    def _pull_dense(self) -> None:
+        if self._dense:
+            values = self.worker.pull(tuple(self._dense))
+            with torch.no_grad():
+                for name, parameter in self._dense.items():
+                    parameter.copy_(values[name])
+
+    def _changed(self) -> dict[str, Options]:
+        """Options that differ from what the servers were sent last."""
+        now = {name: self._optimizers.options(name) for name in self._sent}
+        changed = {name: options for name, options in now.items() if options != self._sent[name]}
+        self._sent = now
+        return changed
+
+    def _reduce(self, weight: float) -> None:
+        """Replace the gradients of what is not on servers by their mean over all examples. Without one on any worker,
+        a parameter keeps none."""
+        assert self._world is not None
+        parameters = list(self._rest.values())
+        used = torch.tensor([weight, *(float(p.grad is not None) for p in parameters)])
+        flat = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() * weight for p in parameters
+        ]
+        axes = tuple(a.name for a in self._world.mesh.axes)
+        total = self._world.comm.all_reduce(torch.cat([used, *flat]), axes)
+        count, there, sums = (
+            total[0],
+            total[1 : len(used)],
+            total[len(used) :].split([p.numel() for p in parameters]),
+        )
+        for parameter, found, used_by in zip(parameters, sums, there.tolist(), strict=True):
+            parameter.grad = (found / count).view_as(parameter).to(parameter.dtype) if used_by else None
+
+
+def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
+    values = parameter.detach().cpu()
+    return values[rows.start : rows.stop] if table else values
+
+
+def _transport(workers: int) -> tuple[Transport, tuple[int, ...]]:
+    """The servers of this job, and their numbers: one in this process, if it is alone."""
+    if workers > 1:
+        raise ServerError(
+            f"{workers} workers have no parameter server",
+            why="servers are processes of their own",
+            hint="one process, which has a server of its own",
+        )
+    return Local({0: Server(0)}), (0,)
+
+
+def parameter_server(
+    model: torch.nn.Module,
+    optimizer: Factory,
+    *,
+    loss: Loss = default_loss,
+    staleness: int | None = 0,
+    weight: Weight = examples,
+) -> ServerStep:
+    """Build a step with parameters on servers, for a model that runs eagerly. Every worker calls it.
+
+    Parameters that `mw.on_server` marks live on servers, or all if none is marked; the others are all-reduced among the
+    workers. A marked embedding keeps no table in the worker: a lookup pulls the rows of its ids.
+
+    Args:
+        model: Any module. The values of worker 0 count.
+        optimizer: A function that takes the parameters and returns an optimizer of `torch.optim`; servers run it.
+        loss: ``loss(model, batch)`` returns a scalar, or a scalar and outputs. By default ``model(**batch).loss``.
+        staleness: How many steps a worker may be ahead of the slowest one when it reads: 0 keeps all in step and makes
+            one update of their gradients; otherwise each push is an update of its own. None: any number.
+        weight: The number of examples in a batch; by default the size of the first dim of its first tensor.
+
+    Raises ServerError for what servers cannot hold: an optimizer of the user's own, a table that forward changes.
+    """
+    check_model(model)
+    check_function("loss", loss, "lambda model, batch: model(batch).mean()")
+    if staleness is not None and (not is_whole(staleness) or staleness < 0):
+        raise ServerError(
+            f"staleness={staleness!r}",
+            why="it counts steps: 0, 1, …, or None for no bound",
+            hint="staleness=0",
+        )
+    return ServerStep(model, optimizer, loss, staleness, weight)
+
+
+__all__ = ["ServerStep", "parameter_server"]
