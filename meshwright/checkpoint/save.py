@@ -93,6 +93,10 @@ class Saves:
         """Keep other jobs from saving into a folder, as long as this is held. Rank 0's. Raises CheckpointError."""
         self._owned[path] = own(path)
 
+    def follow(self, step: LocalStep, plan: Plan) -> None:
+        """From now on save another step, of the same state."""
+        self.step, self.plan = step, plan
+
     @property
     def under_way(self) -> bool:
         """True if a save goes on beside the steps."""

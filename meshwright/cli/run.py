@@ -63,6 +63,14 @@ def run(
     max_restarts: Annotated[
         str, typer.Option(metavar="N", help="Start all ranks again after a failure, so many times.")
     ] = "0",
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="restart: all ranks, as --max-restarts allows. continue: data-parallel ranks go on without the lost "
+            "one, and --max-restarts counts lost ranks that are started again and join. stop: end the job.",
+        ),
+    ] = "restart",
     monitor_interval: Annotated[
         str, typer.Option(metavar="SECONDS", help="Time between two checks of the ranks.")
     ] = "0.1",
@@ -177,6 +185,7 @@ def run(
         module=module,
         log_dir=log_dir,
         restarts=count(max_restarts, "--max-restarts"),
+        on_failure=on_failure,
         poll_seconds=duration(monitor_interval, "--monitor-interval"),
         grace_seconds=duration(grace, "--grace"),
         hang_seconds=duration(hang_after, "--hang-after"),

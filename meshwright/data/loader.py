@@ -64,6 +64,23 @@ def shard_loader(
 
     Raises BatchError or RunError on all ranks.
     """
+    made = _made(source, step, shuffle, last, seed, sample_seeds, whole, options)
+    if isinstance(step, TrainStep) and step.survival is not None:
+        step.survival.takes_in(made)
+    return made
+
+
+def _made(
+    source: Any,
+    step: TrainStep | LocalStep,
+    shuffle: bool | None,
+    last: str | None,
+    seed: int,
+    sample_seeds: bool,
+    whole: bool,
+    options: dict[str, Any],
+) -> ShardedLoader:
+    """The loader of a kind of source."""
     local = _local_step(step)
     switches = {"shuffle": shuffle, "sample_seeds": sample_seeds, "whole": whole}
     check_options(local, last, seed, switches, options)

@@ -57,7 +57,8 @@ class NumberedLoader(ShardedLoader):
         else:
             # Where a loader has no generator of its own, rank 0's global state says how it shuffles.
             drawn = int(torch.randint(2**31, ()).item()) if order.generator is None else 0
-            drawn = int(gather_texts(local.world, local.rank.device, str(drawn))[0])
+            seeds = gather_texts(local.world, local.rank.device, str(drawn)) if local.asks else [str(seed)]
+            drawn = int(seeds[0])
             self.order = order_of_loader(order, drawn)
         reads = len(dataset) and len(self.reading.rows)
         kinds = kinds_of(Samples(dataset, {}, sample_seeds)[Item(0, seed)][1]) if reads else {}
@@ -67,22 +68,58 @@ class NumberedLoader(ShardedLoader):
         if collate is None:
             _check_names(local, found)
         self._drawn: torch.Tensor | None = None
-        self._indices = _Indices(self.reading, seed, whole, keeps=last == KEEP)
+        self._sample_seeds, self._whole, self._collate, self._options = sample_seeds, whole, collate, options
+        self._given = (0, 0, self.epoch, self._drawn)  # of the last batch: its samples, epoch and order
+        self._read_for(local)
+        self._begin()
+
+    def _read_for(self, local: LocalStep) -> None:
+        """Make the loader of what this rank reads."""
+        reading = self.reading = reading_of(local.batches, local.world.rank)
+        self._indices = _Indices(reading, self.seed, self._whole, keeps=self.last == KEEP)
+        self._samples = Samples(self.dataset, reading.boxes, self._sample_seeds)
+        self._put_together = Collate(reading, self._collate, self.fill)
         try:
             self._loader = DataLoader(
-                Samples(dataset, self.reading.boxes, sample_seeds),
+                self._samples,
                 batch_sampler=self._indices,
-                collate_fn=Collate(self.reading, collate, self.fill),
+                collate_fn=self._put_together,
                 # or it would draw from the state of everything else
-                generator=torch.Generator().manual_seed(seed),
-                **options,
+                generator=torch.Generator().manual_seed(self.seed),
+                **self._options,
             )
         except (ValueError, TypeError) as error:
-            raise wrong_options(options, error) from None
-        self._begin()
+            raise wrong_options(self._options, error) from None
+
+    def follow(self, local: LocalStep) -> None:
+        """From now on read this rank's part for another step, that of the ranks that are left."""
+        self.local = local
+        self._read_for(local)
+
+    def again(self, batch: LocalBatch) -> LocalBatch | None:
+        """What the step of now reads of the last batch that was given out; None for another one."""
+        start, samples, epoch, drawn = self._given
+        place = self._place(start, samples, epoch)
+        if drawn is None or batch.place != place:
+            return None
+        indices = _Indices(self.reading, self.seed)
+        indices.begin(drawn, start, start + samples, epoch)
+        found = self._put_together([self._samples[item] for item in next(iter(indices))])
+        return self._checked(found, samples, place)
+
+    def _place(self, start: int, samples: int, epoch: int) -> str:
+        return f"samples {start} to {start + samples - 1} of epoch {epoch}"
+
+    def _checked(self, batch: Any, samples: int, place: str) -> Any:
+        """A batch that could be read, with what it is. Raises BatchError for another."""
+        if isinstance(batch, Failed):
+            raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
+        return replace(batch, samples=samples, place=place) if isinstance(batch, LocalBatch) else batch
 
     def _agree(self, told: Mapping[str, str]) -> list[Mapping[str, str]]:
         """Exchange values between all ranks. Raises BatchError on all of them if they differ in datasets or samples."""
+        if not self.local.asks:
+            return [told]
         found = gather_texts(self.local.world, self.local.rank.device, told)
         for what in dict.fromkeys(k for each in found for k in each):
             ranks: dict[str, list[int]] = {}
@@ -142,15 +179,18 @@ class NumberedLoader(ShardedLoader):
         if self._drawn is None:
             self._begin()
         assert self._drawn is not None
-        self._indices.begin(self._drawn, self._taken, self._end, self.epoch)
-        for batch in read(self._loader):
-            if isinstance(batch, Failed):
-                raise BatchError(batch.what, why=batch.why, where=batch.where, hint=batch.hint)
-            samples = min(self.batch_size, self._end - self._taken)
-            place = f"samples {self._taken} to {self._taken + samples - 1} of epoch {self.epoch}"
-            self._taken += samples
-            part = isinstance(batch, LocalBatch)
-            yield replace(batch, samples=samples, place=place) if part else batch
+        before = None
+        while before is not self.reading and (before is None or self._taken < self._end):
+            before = self.reading  # until it changes: then this rank reads on for other ranks
+            self._indices.begin(self._drawn, self._taken, self._end, self.epoch)
+            for batch in read(self._loader):
+                if before is not self.reading:
+                    break
+                samples = min(self.batch_size, self._end - self._taken)
+                self._given = self._taken, samples, self.epoch, self._drawn
+                found = self._checked(batch, samples, self._place(self._taken, samples, self.epoch))
+                self._taken += samples
+                yield found
         self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:

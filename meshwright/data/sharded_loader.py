@@ -11,6 +11,7 @@ import torch
 from meshwright import heartbeat
 from meshwright.data.padding import fills, fills_forward
 from meshwright.runtime.agreement import checksum
+from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.step import LocalStep
 
 READING = "reading a batch"
@@ -47,6 +48,14 @@ class ShardedLoader(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: the next iteration gives what is left of that epoch."""
+
+    @abc.abstractmethod
+    def follow(self, local: LocalStep) -> None:
+        """From now on read this rank's part for another step, that of the ranks that are left."""
+
+    @abc.abstractmethod
+    def again(self, batch: LocalBatch) -> LocalBatch | None:
+        """What the step of now reads of the last batch that was given out; None for another one."""
 
 
 def read(source: Iterable[Any]) -> Iterator[Any]:

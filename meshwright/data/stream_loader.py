@@ -15,6 +15,7 @@ from meshwright.data.reading import parts_of, reading_of
 from meshwright.data.repeats import watched
 from meshwright.data.sharded_loader import KEEP, ShardedLoader, fills_of, place_of, read
 from meshwright.errors import BatchError
+from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.step import LocalStep
 
 
@@ -28,6 +29,23 @@ class StreamLoader(ShardedLoader):
         self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
         self.batch_size = self.reading.batch_size
         self.fill = fills_of(local, self.batch_size) if last == "pad" else {}
+        self._given: tuple[LocalBatch, dict[str, torch.Tensor]] | None = None  # the last batch, and all of it
+
+    def follow(self, local: LocalStep) -> None:
+        """From now on keep this rank's shard for another step, that of the ranks that are left."""
+        self.local = local
+        self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
+
+    def again(self, batch: LocalBatch) -> LocalBatch | None:
+        """What the step of now reads of the last batch that was given out; None for another one."""
+        if self._given is None or self._given[0] is not batch:
+            return None
+        return replace(
+            parts_of(self.reading, self._given[1]),
+            samples=batch.samples,
+            place=batch.place,
+            plain=batch.plain,
+        )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -53,7 +71,10 @@ class StreamLoader(ShardedLoader):
             place = functools.partial(place_of, f"batch {self._taken} of epoch {self.epoch}", held)
             self._taken += 1
             plain = tuple(literals(batch))
-            yield replace(parts_of(self.reading, held), samples=samples, place=place, plain=plain)
+            found = replace(parts_of(self.reading, held), samples=samples, place=place, plain=plain)
+            if not self.local.asks:
+                self._given = found, held
+            yield found
         self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
 
     def _filled(self, held: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]] | None:

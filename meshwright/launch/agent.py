@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from meshwright.errors import LaunchError
@@ -30,6 +30,7 @@ from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import Port
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.span import Alone, Span
+from meshwright.launch.survivors import Survivors
 from meshwright.scheduler.client import Place
 from meshwright.scheduler.trust import SECRET, Trust
 
@@ -102,24 +103,32 @@ def _attempt(
         number = port.number if span.master is None else span.master
         envs = {rank: {**shared, **span.rank_env(rank - span.first, number)} for rank in span.ranks}
         ranks = Ranks({rank: (command, env) for rank, env in envs.items()}, records, folder)
-        while ranks.running() and not ranks.failed() and not heard and not party.over():
+        left = None
+        if job.on_failure == "continue" and isinstance(party, Alone):
+            left = Survivors(records, ranks, span.nproc, party.budget)
+        failed = ranks.failed if left is None else left.over
+        while ranks.running() and not failed() and not heard and not party.over():
             port.look()
             time.sleep(job.poll_seconds)
         if heard:
             ranks.stop(heard[0], job.grace_seconds, lambda: len(heard) > 1)
             party.stopped(128 + heard[0])
             raise Stopped
-        cut_short = bool(ranks.running()) and not ranks.failed()
+        cut_short = left is None and bool(ranks.running()) and not ranks.failed()
         ranks.stop(signal.SIGTERM, min(job.grace_seconds, AFTER_FAILURE_SECONDS))
     if heard:
         party.stopped(128 + heard[0])
         raise Stopped
-    return _outcome(job, span, ranks, watch, folder, cut_short)
+    survived = frozenset() if left is None else left.survived
+    return _outcome(job, span, ranks, watch, folder, cut_short, survived)
 
 
-def _outcome(job: Job, span: Span, ranks: Ranks, watch: Watch, folder: Path, cut_short: bool) -> Outcome:
-    """How an attempt has ended on this machine. `cut_short`: another one has ended it."""
-    ends = ranks.failures()
+def _outcome(
+    job: Job, span: Span, ranks: Ranks, watch: Watch, folder: Path, cut_short: bool, survived: Collection[int]
+) -> Outcome:
+    """How an attempt has ended on this machine. `cut_short`: another one has ended it. `survived`: ranks without which
+    the others went on."""
+    ends = [end for end in ranks.failures() if end.rank not in survived]
     if cut_short:
         ends = [end for end in ends if failure.raised(end) and not failure.lost_a_peer(failure.tail(end.log))]
     if not ends:

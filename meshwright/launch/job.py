@@ -14,6 +14,7 @@ from meshwright.launch import bind
 from meshwright.launch.nodes import Nodes, check_nodes
 
 HANG_SECONDS = 600.0  # as long as NCCL waits for a collective
+ON_FAILURE = ("restart", "continue", "stop")
 MOST_PROCESSES = 4096  # beyond, a machine ends before the job begins
 
 
@@ -24,10 +25,12 @@ class Job:
     `log_dir`: by default a temporary folder, kept only if a rank fails. `restarts`: complete new attempts after a
     failure; each has its own store and port. `poll_seconds`: time between two checks of the ranks. `grace_seconds`:
     time that a rank has to stop before it is killed; at most two seconds after the failure of another rank, since
-    nothing that it waits for will come. `hang_seconds`: time without any progress after which a hang is diagnosed, 0
-    for never; over several machines nobody looks. `nodes`: the machines, None for this one alone;
-    `counts`: the ranks of each, where that is known. `bind`: ``numa``,
-    ``cores`` or a map of cores as JSON. `tail`: the rank that is shown, by default the first of this machine.
+    nothing that it waits for will come. `on_failure`: "restart" (all ranks, as often as `restarts`), "stop", or
+    "continue": ranks that hold all of the model go on, and `restarts` counts lost ranks that are started again.
+    `hang_seconds`: time without any progress after which a hang is diagnosed, 0 for never; over several machines
+    nobody looks. `nodes`: the machines, None for this one alone; `counts`: the ranks of each, where that is known.
+    `bind`: ``numa``, ``cores`` or a map of cores as JSON. `tail`: the rank that is shown, by default the first of this
+    machine.
     """
 
     nproc: int
@@ -38,6 +41,7 @@ class Job:
     restarts: int = 0
     poll_seconds: float = 0.1
     grace_seconds: float = 5.0
+    on_failure: str = "restart"
     hang_seconds: float = HANG_SECONDS
     nodes: Nodes | None = None
     counts: tuple[int, ...] = ()
@@ -72,6 +76,24 @@ def check(job: Job) -> Job:
     _check_count(
         job.restarts, "--max-restarts", least=0, unit="restarts", hint="0 gives up at the first failure"
     )
+    if job.on_failure not in ON_FAILURE:
+        raise LaunchError(
+            f"--on-failure is {job.on_failure!r}",
+            why=f"it is one of {', '.join(ON_FAILURE)}",
+            hint=did_you_mean(str(job.on_failure), ON_FAILURE) or "--on-failure continue",
+        )
+    if job.on_failure == "stop" and job.restarts:
+        raise LaunchError(
+            f"--on-failure stop beside --max-restarts {job.restarts}",
+            why="a job that stops at its first failure restarts nothing",
+            hint="leave one of them out",
+        )
+    if job.on_failure == "continue" and job.nodes is not None:
+        raise LaunchError(
+            "--on-failure continue on several machines",
+            why="the ranks of one machine can go on without one another, those of several cannot yet",
+            hint="--on-failure restart with --max-restarts, and mw.Autosave in the script",
+        )
     every = (
         (job.poll_seconds, "--monitor-interval"),
         (job.grace_seconds, "--grace"),

@@ -29,6 +29,7 @@ class Ranks:
         self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], records: Path, logs: Path
     ) -> None:
         self.records, self.logs = records, logs
+        self._commands = dict(commands)
         self._stopped: set[int] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
@@ -37,6 +38,18 @@ class Ranks:
         except BaseException:
             self.stop(signal.SIGKILL, 0.0)
             raise
+
+    def end(self, rank: int) -> None:
+        """Kill what is left of a rank that has failed, with what it had started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._processes[rank].pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(1.0)
+
+    def start_again(self, rank: int) -> None:
+        """Start a rank anew."""
+        command, env = self._commands[rank]
+        self._processes[rank] = subprocess.Popen(command, env=env, start_new_session=True)
 
     def running(self) -> list[int]:
         """The ranks that have not ended."""

@@ -52,11 +52,18 @@ def loopback() -> str:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
 
 
+@dataclass
+class Budget:
+    """How often something that failed may be started again: a rank alone, or all of them."""
+
+    left: int
+
+
 class Alone:
     """One machine: nobody else to wait for. `Member` (`membership.py`) is the same for one of several."""
 
     def __init__(self, nproc: int, restarts: int) -> None:
-        self._nproc, self._restarts = nproc, restarts
+        self._nproc, self.budget = nproc, Budget(restarts)
         self._attempt = -1
 
     def __enter__(self) -> Alone:
@@ -79,7 +86,9 @@ class Alone:
 
     def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
         """How the attempt has ended for all machines, and whether the job begins again."""
-        return outcome, outcome.failure is not None and self._attempt < self._restarts
+        again = outcome.failure is not None and self.budget.left > 0
+        self.budget.left -= again
+        return outcome, again
 
 
-__all__ = ["Alone", "Span", "loopback"]
+__all__ = ["Alone", "Budget", "Span", "loopback"]

@@ -31,10 +31,16 @@ class Handle:
         self.late = []
         try:
             yield
-            for work in self.late:
-                work.wait()
+            self.settle()
         finally:
             self.late = None
+
+    def settle(self) -> None:
+        """Wait for the late sums that have been started."""
+        if self.late is not None:
+            for work in self.late:
+                work.wait()
+            self.late.clear()
 
 
 _lib = torch.library.Library("meshwright", "FRAGMENT")

@@ -42,6 +42,7 @@ class LocalForward:
         """Build the forward pass. `host_parameters`: the leaves that are offloaded between their uses, if they are
         offloaded already. `first_tag`: the first tag of messages between stages."""
         self.rank, self.world, self.leaves = rank, rank.comm, leaves
+        self.asks = True  # as in a training step
         self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
         if self.pipe is not None:
             parts, rank.comm = self.pipe.parts, self.pipe.comm

@@ -50,6 +50,12 @@ def begin(store: Store, rank: int, failing: Callable[[], None], raised: Path | N
     sys.excepthook = hook
 
 
+def begin_anew(store: Store, rank: int) -> None:
+    """Those that are left go on: from now on reasons are in another store, and what broke off is made up for."""
+    _told[:] = [(store, rank, failing) for _, _, failing in _told]
+    _broken.clear()
+
+
 def leave_reason(error: BaseException, trace: TracebackType | None = None) -> None:
     """Leave in the store what ends this rank; the first to do so is heard."""
     if not _told or isinstance(error, SystemExit):
@@ -122,4 +128,4 @@ def _reason() -> tuple[int, str, str, str] | None:
     return None
 
 
-__all__ = ["another_failed", "begin", "broke_off", "check", "leave_reason", "lost"]
+__all__ = ["another_failed", "begin", "begin_anew", "broke_off", "check", "leave_reason", "lost"]

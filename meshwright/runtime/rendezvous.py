@@ -23,6 +23,7 @@ from meshwright.runtime.stores import FileStore, PrefixStore, Store, put
 from meshwright.scheduler.client import FILE as SCHEDULER_FILE
 
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
+WORD_SECONDS = 0.005  # between two looks for a word, where a job goes on without the ranks that are lost
 
 
 def load_compiler() -> None:
@@ -68,6 +69,7 @@ class _StoreChannel:
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
+        self.gone: Callable[[], bool] | None = None
         self._number = 0
         self._came: dict[str, int] = {}
 
@@ -80,7 +82,18 @@ class _StoreChannel:
             put(self.store, key, word)
             return word
         with heartbeat.waiting(entry):
-            return bytes(self.store.get(key))
+            return self._get(key)
+
+    def _get(self, key: str) -> bytes:
+        """A word that another rank puts into the store. Raises PeerLost once `gone` says that one has gone."""
+        while self.gone is not None and not self.store.check([key]):
+            self._look("its word")
+            time.sleep(WORD_SECONDS)
+        return bytes(self.store.get(key))
+
+    def _look(self, what: str) -> None:
+        if self.gone is not None and self.gone():
+            raise PeerLost("another rank has gone", why=f"this one waited for {what}")
 
     def _begun(self) -> heartbeat.Entry | None:
         """This rank is here, in the record of what it does."""
@@ -94,7 +107,7 @@ class _StoreChannel:
             put(self.store, f"{key}/{self.rank}", word.encode())
             return json.loads(self.share(None))
         with heartbeat.waiting(entry):
-            told = [word, *(bytes(self.store.get(f"{key}/{r}")).decode() for r in range(1, self.world))]
+            told = [word, *(self._get(f"{key}/{r}").decode() for r in range(1, self.world))]
         return json.loads(self.share(json.dumps(told).encode()))
 
     def come(self, what: str, seconds: float) -> list[int]:
@@ -125,6 +138,7 @@ class _StoreChannel:
         """Wait for keys as long as no rank has left word that it failed. Raises RuntimeError, of which PeerLost is."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > LOOK_SECONDS:
+            self._look(what)
             began = time.monotonic()
             try:
                 self.store.wait(keys, timedelta(seconds=LOOK_SECONDS))
@@ -174,6 +188,20 @@ def late(what: str, seconds: float) -> list[int]:
     meet at. It comes before the first collective, which would have to be waited for as long as the back end likes."""
     channel = _store_channel[0] if _store_channel else None
     return [] if channel is None else channel.come(what, seconds)
+
+
+def look_for(gone: Callable[[], bool]) -> None:
+    """From now on, who waits for the word of another rank asks whether one has gone, of which the launcher knows."""
+    for channel in _store_channel:
+        channel.gone = gone
+
+
+def meet_anew(store: Store, rank: int, world: int, gone: Callable[[], bool]) -> None:
+    """From now on the ranks of this job meet in another store, as others in number. `gone`: see `look_for`."""
+    _store_channel[:] = [_StoreChannel(store, rank, world)]
+    look_for(gone)
+    peers.begin_anew(store, rank)
+    os.environ["WORLD_SIZE"] = str(world)
 
 
 class Meeting:

@@ -71,15 +71,18 @@ class LocalStep:
         held: Collection[str] = (),
         state: State | None = None,
         first: LocalStep | None = None,
+        after: LocalStep | None = None,
     ) -> None:
         """`values`: input name → full tensor of every constant, and of the parameters and buffers that the state lacks,
         or this rank's shard already for the names in `held`. `bucket_bytes`: of gradients that are reduced together,
         instead of what the plan's ``fusion`` says. `before`: what is done to gradients before an update.
         `state`: of the model, where it has one. `first`: the step of which this is another program; both have one
-        optimizer, and `rank` is that of the first."""
+        optimizer, and `rank` is that of the first. `after`: the step whose state and optimizer this one takes over, on
+        other ranks."""
         self.first = first or self
         self.rank, self.world = rank, rank.comm if first is None else first.world
-        self.state = first.state if first is not None else state or State()
+        known = first or after
+        self.state = known.state if known is not None else state or State()
         self.pipe = Pipeline(parts, self.world) if parts.plan.stages else None
         if self.pipe is not None:
             parts, rank.comm = self.pipe.parts, self.pipe.comm  # those of the ranks that share its stages
@@ -96,7 +99,7 @@ class LocalStep:
         self.graph, self.modules, self.actions = self.made.graph, self.made.modules, self.made.actions
         if self.pipe is not None:
             self.batches.only(self.made.reads)
-        self._share_optimizer(optimizer, before)
+        self._share_optimizer(optimizer, before, after)
         self.uses = self.made.uses({name: id(leaf) for name, leaf in self.leaves.items()})
         self.each_time = scattered_each_time(parts)
         self.buckets = self._buckets(bucket_bytes)
@@ -109,16 +112,27 @@ class LocalStep:
         self.end = StepEnd(
             own, self.buckets, self.before, self.optimizer, self.updating, self.comparison, tag
         )
-        self.executor.kinds |= self.end.kinds
+        self.executor.kinds |= {**self.end.kinds, "update": lambda _: self._update()}
         if self.pipe is not None:
             self.state.next_tag = self.last_tag + 1
+        # Whether ranks may ask one another between steps; not where a job goes on without those that are lost, who may
+        # be lost in between.
+        self.asks = True
         self.shape: Any = None  # the nest of what is returned beside the loss
         self._beside: dict[str, list[torch.Tensor]] = {}  # label → its pieces
 
-    def _share_optimizer(self, optimizer: OptimizerFactory | None, before: BeforeUpdate | None) -> None:
+    def _share_optimizer(
+        self, optimizer: OptimizerFactory | None, before: BeforeUpdate | None, after: LocalStep | None
+    ) -> None:
         """Make the optimizer, or take that of the first program, and what else all programs of a step have in common.
         Samples are counted by the first."""
         self.samples = 0
+        if after is not None:
+            self.samples, self.before, self.ambient = after.samples, after.before, after.ambient
+            self.optimizer, self.offered, self.updating = after.optimizer, after.offered, after.updating
+            self.comparison = RankComparison(self.world, self.rank.device)
+            self.comparison.options = after.comparison.options
+            return
         if self.first is not self:
             first = self.first
             self.before, self.comparison, self.ambient = first.before, first.comparison, first.ambient
@@ -133,6 +147,12 @@ class LocalStep:
         self.updating.apart = self.own.apart
         if self.optimizer is not None:
             self.updating.guard(self.optimizer, self.state.access)
+
+    def _update(self) -> None:
+        """Update, once everything has come that other ranks send in this step: if one of them is lost, no rank has
+        updated anything."""
+        self.handle.settle()
+        self.end.update()
 
     def _buckets(self, bucket_bytes: int | None) -> GradientBuckets:
         """The buckets of this program, or of another one that reduces the same gradients."""
@@ -157,6 +177,7 @@ class LocalStep:
         """Forward, backward and update on the global batch; the global loss. Without `update` gradients stay in
         ``.grad``, where those of the next call are added to them."""
         kept, self.updating.by_hand = self._kept_gradients(), False
+        samples = self.first.samples
         self._forget_gradients()
         wanted = [v for _, v in (*self.graph.outputs, *self.graph.mutations)]
         actions = self.actions if update else [a for a in self.actions if a.kind != "update"]
@@ -165,6 +186,7 @@ class LocalStep:
         try:
             made = self._run(actions, batch, wanted, update)
         except BaseException:
+            self.first.samples = samples
             self._forget_gradients()
             for name, gradient in kept.items():  # a batch that was refused changes nothing
                 self.state.updated[name].grad = gradient

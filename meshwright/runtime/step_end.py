@@ -34,6 +34,7 @@ class StepEnd:
         self.optimizer, self.updating, self.comparison = optimizer, updating, comparison
         self.rank, self.pipe = held.rank, held.pipe
         self.added: dict[str, torch.Tensor] = {}
+        self.repeats = False  # a step that fails is done again: what `added` has must stay
         # Numbers of inputs are equal on all ranks.
         self._tags = {name: first_free_tag + 2 + number for number, name in enumerate(held.inputs)}
         self.tag = first_free_tag + 2 + len(held.inputs)
@@ -50,7 +51,10 @@ class StepEnd:
             held.hosted.take_gradients()
         for name, kept in self.added.items():
             parameter = held.parameters[name]
-            parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
+            if parameter.grad is not None and self.repeats:
+                parameter.grad = kept + parameter.grad
+            else:
+                parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
 
     def _sum_over_stages(self, pipe: Pipeline) -> None:
         """Gradients of weights that stages of several ranks use are added up over these."""

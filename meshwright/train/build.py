@@ -84,6 +84,7 @@ from meshwright.train.request import (
     device_for,
 )
 from meshwright.train.step import TrainStep
+from meshwright.train.survive import Survival, group_unless, why_not
 
 
 @heartbeat.during("building a step", patient=True)
@@ -214,6 +215,8 @@ def _built(request: StepRequest) -> TrainStep:
     check_optimizer(optimizer, split, apart)
     check_random(request.exact_random, request.place, chosen.techniques)
     over_gloo(meeting, chosen, request.place)
+    again = shared is not None or bool(_surviving)
+    among = group_unless(why_not(chosen, graph, request.place, agreed.more, request.exact_random, again))
     if shared is None:
         comm = meeting.connect(chosen.ranks, request.place, host=bool(chosen.hosts))
         shared = ModelState(chosen, comm, frozenset(temporary_of(model)))
@@ -231,7 +234,14 @@ def _built(request: StepRequest) -> TrainStep:
     hollow = shared.take_from(model, request.place)
     source = Source(model, request.loss, optimizer, request.cache, shared, chosen)
     table = ProgramTable(Program.of(batch, guards, local), request.max_programs, source)
-    return TrainStep(local, parts, shared.temporary, table, model, hollow)
+    made = TrainStep(local, parts, shared.temporary, table, model, hollow)
+    if among is not None:
+        made.survival = Survival(made, captured, among)
+        _surviving.append(made)
+    return made
+
+
+_surviving: list[TrainStep] = []  # the step that goes on when ranks are lost: one in a script
 
 
 def _captured(request: StepRequest, shared: ModelState | None) -> Captured:

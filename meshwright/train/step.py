@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -43,6 +43,18 @@ from meshwright.train.state import StepState, with_plain_parameters
 log = logging.getLogger("meshwright")
 
 
+class Survives(Protocol):
+    """How a step goes on when ranks are lost (`meshwright.train.survive`)."""
+
+    def step(self, batch: Any, update: bool) -> tuple[LocalStep, torch.Tensor]:
+        """One step, whichever ranks are lost meanwhile: the program and its loss."""
+        ...
+
+    def takes_in(self, loader: Any) -> None:
+        """A loader reads for the step, whatever its ranks are."""
+        ...
+
+
 class TrainStep(StepState):
     """A training step, returned by `mw.train_step`: ``loss = step(batch)``.
 
@@ -64,6 +76,7 @@ class TrainStep(StepState):
         super().__init__(local, parts.requested, temporary, model, hollow)
         self._last = local  # the program that ran last
         self.parts, self._programs = parts, programs
+        self.survival: Survives | None = None  # where the job goes on without ranks that are lost
         self._updates = True
         self._warned = False
         self._hooks: weakref.WeakKeyDictionary[LocalStep, ShardHooks] = weakref.WeakKeyDictionary()
@@ -141,11 +154,14 @@ class TrainStep(StepState):
         Raises BatchError on all ranks for a batch that does not match the model, or if ranks pass different batches.
         """
         check_switches(update=update, gather=gather)
-        local, given = self._program_for(batch)
         update = update and self._updates
         if not update:
             self._warn_of_evaluation()
-        loss = local(given, update)
+        if self.survival is not None:
+            local, loss = self.survival.step(batch, update)
+        else:
+            local, given = self._program_for(batch)
+            loss = local(given, update)
         vars(loss).update(AFTER_BACKWARD)
         return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
 
@@ -216,6 +232,22 @@ class TrainStep(StepState):
         self._hooks[local].check()
         self._last = local
         return local, given
+
+    def program_for(self, batch: Any) -> tuple[LocalStep, Given]:
+        """The program for a batch, made where there is none, and what it is given. Collective then."""
+        return self._program_for(batch)
+
+    def become(self, local: LocalStep, parts: Partition, programs: ProgramTable) -> None:
+        """Go on with another program over the same state: that of the ranks that are left."""
+        self.local = self._last = local
+        self.parts, self.plan, self._programs = parts, parts.requested, programs
+        self._saves.follow(local, self.plan)
+
+    @property
+    def programs(self) -> ProgramTable:
+        """The programs of the step, by shapes."""
+        assert self._programs is not None
+        return self._programs
 
     @with_plain_parameters
     def gradients(self, batch: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, AtOnce, Counter
 from meshwright.runtime.communicator.in_stage import InStage
-from meshwright.runtime.communicator.processes import ProcessGroups, leave, outlive
+from meshwright.runtime.communicator.processes import ProcessGroups, break_off, leave, outlive
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
 
@@ -25,6 +25,7 @@ __all__ = [
     "SimulatedRank",
     "SimulatedWorld",
     "Work",
+    "break_off",
     "leave",
     "outlive",
 ]

@@ -8,11 +8,13 @@ so takes two thirds of the processor's time that gloo's takes, a sum of two rank
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -99,6 +101,29 @@ def leave() -> None:
         groups.forget()
     dist.destroy_process_group()
     gc.collect()
+
+
+def break_off() -> None:
+    """Leave all process groups at once, also in the middle of a collective.
+
+    Who waits for this rank in one of them learns so: a message that is not awaited long enough closes the connections
+    of a group of gloo, on both sides, and frees its threads.
+    """
+    if not dist.is_initialized():
+        return
+    nothing = torch.empty(1)
+    for group in (dist.group.WORLD, *(group for groups in _living for group in groups.held())):
+        me = dist.get_rank(group)
+        # A member that has gone is no help: a message from it fails at once, and closes no other connection.
+        for other in range(dist.get_world_size(group)):
+            if other != me:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.irecv(nothing, group=group, group_src=other, tag=TAG - 1)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
+    for groups in _living:
+        groups.forget()
+    dist.destroy_process_group()
 
 
 def outlive() -> None:

@@ -1,0 +1,76 @@
+"""Ranks killed at every point of a step: the others go on, as one device would, and none has half a step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.breadth import first
+from tests.ranks import ROOT
+from tests.survive.job import build, loader_of, optimizer_of
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+POINTS = 24  # words of a rank's record in a step, give or take one
+
+
+def alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and state of plain PyTorch on one device."""
+    model, _, loss, samples = build()
+    optimizer, loader, losses = optimizer_of(model.parameters()), loader_of(samples), []
+    while len(losses) < steps:
+        for batch in loader:
+            value = loss(model, batch)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+            if len(losses) == steps:
+                break
+    return losses, model.state_dict()
+
+
+def run(folder: Path, ranks: int, restarts: int, steps: int, deaths: list[tuple[int, int, int]]) -> str:
+    """Run a job; what its launcher said."""
+    words = [f"{rank}:{step}:{point}" for rank, step, point in deaths]
+    command = [sys.executable, "-m", "tests.survive.job", folder, ranks, restarts, steps, *words]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def check(folder: Path, ranks: list[int], steps: int) -> list[int]:
+    """The ranks that are left have done each step once, with one device's losses; their states are equal bit for bit
+    and one device's. Returns how many ranks did each step."""
+    losses, state = alone(steps)
+    counts: list[int] = []
+    for rank in ranks:
+        rows = [line.split() for line in (folder / f"losses{rank}").read_text().splitlines()]
+        assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
+        assert [float.fromhex(row[2]) for row in rows] == pytest.approx(losses, rel=1e-9)
+        counts = [int(row[1]) for row in rows]
+    states = [torch.load(folder / f"weights{rank}.pt", weights_only=True) for rank in ranks]
+    for name, value in state.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(states[0][name], value, rtol=1e-7, atol=1e-9)
+        assert all(torch.equal(states[0][name], other[name]) for other in states)
+    return counts
+
+
+def test_ranks_that_are_killed_one_after_another(tmp_path):
+    deaths = [(1, 2, 3), (0, 5, 12), (3, 8, 10)]
+    said = run(tmp_path, 4, 0, 12, deaths)
+    assert said.count("the others go on") == 3
+    assert check(tmp_path, [2], 12) == [4, 4, 3, 3, 3, 2, 2, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("points", first(0, [range(1 + n, 6 + n) for n in range(0, POINTS, 5)]))
+def test_a_kill_at_every_point_of_a_step(points, tmp_path):
+    deaths = [(rank, 2 * rank + 2, point) for rank, point in enumerate(points)]
+    run(tmp_path, 7, 0, 16, deaths)
+    check(tmp_path, [5, 6], 16)
