@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
 from meshwright.servers.server import Server
 from meshwright.servers.shards import Options, spread
+from meshwright.servers.sockets import COUNT, FOLDER, Remote
 from meshwright.servers.worker import Worker
 
 STEP = "meshwright_server_step"
@@ -76,7 +78,7 @@ class ServerStep:
         self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
         count, number = launched_world(), int(os.environ.get("RANK", "0"))
         transport, servers = _transport(count)
-        job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
+        job = Path(os.environ.get(FOLDER, "alone")).name
         declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
         self.worker = Worker(transport, number, declare)
         if number == 0:
@@ -228,12 +230,16 @@ def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
 
 
 def _transport(workers: int) -> tuple[Transport, tuple[int, ...]]:
-    """The servers of this job, and their numbers: one in this process, if it is alone."""
+    """The servers of this job, and their numbers; without any, one in this process, if it is alone."""
+    if (named := os.environ.get(FOLDER)) is not None:
+        folder = Path(named)
+        count = int((folder / COUNT).read_text())
+        return Remote(folder), tuple(range(count))
     if workers > 1:
         raise ServerError(
             f"{workers} workers have no parameter server",
             why="servers are processes of their own",
-            hint="one process, which has a server of its own",
+            hint=f"meshwright run --servers 1 --workers {workers} script.py",
         )
     return Local({0: Server(0)}), (0,)
 

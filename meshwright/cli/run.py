@@ -27,6 +27,7 @@ def run(
         str | None,
         typer.Option(
             "--nproc",
+            "--workers",
             "-n",
             metavar="N",
             help="How many ranks to start on this machine, 1 if left out; 8,8,4 says it of each machine.",
@@ -90,6 +91,20 @@ def run(
             "end the attempt. 0: never.",
         ),
     ] = "600",
+    servers: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="How many parameter servers to start beside the ranks, on this machine."
+        ),
+    ] = "0",
+    server_state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where parameter servers keep what must outlive them: a killed one is started again, and nothing is "
+            "lost.",
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
@@ -162,6 +177,7 @@ def run(
     The output of rank 0 is shown, that of all ranks is logged. All ranks end with the launcher.
     The exit code is that of the rank that failed first.
     """
+    from meshwright.errors import LaunchError
     from meshwright.launch.job import Job, check, count, duration
     from meshwright.launch.nodes import placed
 
@@ -178,6 +194,11 @@ def run(
         insecure=insecure,
         wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
     )
+    server_count = count(servers, "--servers")
+    if nodes is not None and server_count:
+        raise LaunchError(
+            "--servers with several machines", why="parameter servers are processes of one machine"
+        )
     job = Job(
         nproc=counts[nodes.index if nodes is not None and len(counts) > 1 else 0],
         target=target,
@@ -202,8 +223,10 @@ def run(
         return
 
     from meshwright.launch import launch
+    from meshwright.launch.servers import started
 
-    outcome = launch(job)
+    with started(server_count, server_state):
+        outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)
     elif outcome.exit_code:

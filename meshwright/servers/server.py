@@ -76,16 +76,26 @@ class Server:
     def _declare(self, request: m.Declare) -> m.Answer:
         model = fingerprint(request.job, request.parameters)
         if self.declared is None:
-            stored = {p.name: Stored(p) for p in request.parameters}
-            self.declared, self.model, self.map, self.stored = request, model, request.map, stored
-            self.clocks = Clocks(request.bound, request.workers)
-            for parameter in request.parameters:
-                if parameter.start is not None:
-                    blocks = self.map.blocks_of(self.number).get(parameter.name, ())
-                    values = {b: {VALUES: fill(parameter, parameter.rows_of(b))} for b in blocks}
-                    self.stored[parameter.name].put(values)
+            self.begin(request, request.map)
         self._check_same(request, model)
         return m.Declared(model, self.map, self._missing())
+
+    def begin(self, declared: m.Declare, map: ShardMap, *, fill_rows: bool = True) -> None:
+        """Store what a job declares, and fill the rows that are filled by seed."""
+        self.stored = {p.name: Stored(p) for p in declared.parameters}
+        self.declared, self.map = declared, map
+        self.model = fingerprint(declared.job, declared.parameters)
+        self.clocks = Clocks(declared.bound, declared.workers)
+        for parameter in declared.parameters if fill_rows else ():
+            if parameter.start is not None:
+                blocks = self.map.blocks_of(self.number).get(parameter.name, ())
+                values = {b: {VALUES: fill(parameter, parameter.rows_of(b))} for b in blocks}
+                self.stored[parameter.name].put(values)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of values and optimizer states."""
+        return sum(stored.size_bytes for stored in self.stored.values())
 
     def _check_same(self, request: m.Declare, model: str) -> None:
         known = self.declared

@@ -6,6 +6,8 @@ begins. So a table has one optimizer, and one update touches all its blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from meshwright.errors import ServerError
@@ -21,8 +23,8 @@ class Stored:
     def __init__(self, parameter: Parameter) -> None:
         self.parameter = parameter
         dtype = getattr(torch, parameter.dtype)
-        shape = (0, *parameter.shape[1:]) if parameter.table else parameter.shape
-        self.tensor = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        self._empty = torch.zeros((0, *parameter.shape[1:]) if parameter.table else 0, dtype=dtype)
+        self.tensor = torch.nn.Parameter(self._empty.clone())
         self.optimizer = optimizer_of(parameter, self.tensor)
         self.blocks: list[int] = []
         self._first = torch.full((parameter.blocks,), -1, dtype=torch.int64)
@@ -85,8 +87,7 @@ class Stored:
         return {name: part.clone() for name, part in self._parts(block).items()}
 
     def _parts(self, block: int) -> dict[str, torch.Tensor]:
-        tensors = {VALUES: self.tensor.detach(), **self._state()}
-        return {name: self._slice(tensor, block) for name, tensor in tensors.items()}
+        return {name: self._slice(tensor, block) for name, tensor in self.tensors().items()}
 
     def _slice(self, tensor: torch.Tensor, block: int) -> torch.Tensor:
         if not (self.parameter.table and tensor.dim()):
@@ -97,7 +98,7 @@ class Stored:
     def put(self, blocks: dict[int, dict[str, torch.Tensor]]) -> None:
         """Add blocks as `take` returned them, or with values alone. Raises ServerError for tensors that do not fit."""
         every = {block: self._with_state(block, parts) for block, parts in blocks.items()}
-        mine = {VALUES: self.tensor.detach(), **self._state()}
+        mine = self.tensors()
         for block, parts in every.items():
             if self.blocks and parts.keys() != mine.keys():
                 raise ServerError(f"block {block} of {self.parameter.name} has had another number of updates")
@@ -123,9 +124,32 @@ class Stored:
         self.blocks = []
         self._first.fill_(-1)
         self.optimizer.state[self.tensor].clear()
-        if self.parameter.table:
-            self.tensor.data = self.tensor.data[:0].clone()
+        self.tensor.data = self._empty.clone()
         self.put(kept)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Values and state of all blocks together, in the order of `blocks`."""
+        return {VALUES: self.tensor.detach(), **self._state()}
+
+    def restore(self, blocks: Sequence[int], tensors: dict[str, torch.Tensor], options: Options) -> None:
+        """Become what `blocks`, `tensors` and `options` were when they were read. Raises ServerError."""
+        rows = sum(len(self.parameter.rows_of(b)) for b in blocks)
+        shape = (rows, *self.parameter.shape[1:]) if self.parameter.table else self.parameter.shape
+        shape, values = shape if blocks else tuple(self._empty.shape), tensors.get(VALUES)
+        if values is None or tuple(values.shape) != shape or values.dtype != self.tensor.dtype:
+            raise ServerError(
+                f"the snapshot of {self.parameter.name} has another shape", why=f"{shape} is expected"
+            )
+        self.set_options(options)
+        self.tensor.data = values
+        state = self.optimizer.state[self.tensor]
+        state.clear()
+        state.update({k: v for k, v in tensors.items() if k != VALUES})
+        self.blocks = list(blocks)
+        at = 0
+        for block in blocks:
+            self._first[block] = at
+            at += len(self.parameter.rows_of(block))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {k: v for k, v in self.optimizer.state[self.tensor].items() if isinstance(v, torch.Tensor)}

@@ -1,0 +1,30 @@
+"""One parameter server as a process: ``python -m meshwright.launch.server_process LAUNCHER FOLDER NUMBER [STATE]``.
+
+It ends with the launcher, whose process id is LAUNCHER. STATE: the folder from which it goes on after it was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from meshwright.launch.bootstrap import die_with
+from meshwright.servers.journal import Journal
+from meshwright.servers.server import Server
+from meshwright.servers.serving import Serving
+
+
+def main() -> None:
+    launcher, folder, number = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    die_with(launcher)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when
+    journal = Journal(Path(sys.argv[4]) / str(number), number) if len(sys.argv) > 4 else None
+    server = journal.server() if journal is not None else Server(number)
+    (folder / f"{number}.pid").write_text(str(os.getpid()))
+    Serving(server, folder, journal).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A server at its socket: a thread for each connection, one request of all at a time.
+
+A worker whose connection has closed may come again within a moment; then nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+from meshwright.servers import messages as m
+from meshwright.servers.journal import Journal
+from meshwright.servers.server import Reply, Server
+from meshwright.servers.sockets import TURN_SECONDS, address, receive, send, widen
+from meshwright.servers.wire import Malformed
+
+GONE_SECONDS = 1.0  # for which a worker may be away
+RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears when it asks for something
+CHANGES = m.Declare | m.Fill | m.Join | m.Leave | m.Push
+
+
+class Serving:
+    """`journal`: where requests are written before they are answered, None to keep nothing."""
+
+    def __init__(self, server: Server, folder: Path, journal: Journal | None = None) -> None:
+        self.server, self.journal = server, journal
+        self._changed = threading.Condition()
+        self._connection_of: dict[int, socket.socket | None] = dict.fromkeys(server.clocks.of)
+        self._open: set[socket.socket] = set()
+        path = address(folder, server.number)
+        path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(path))
+        self._listening.listen(4096)
+        for worker in list(self._connection_of):  # after a restart: who does not come again is lost
+            self._later(RESTART_SECONDS, worker, None)
+
+    def run(self) -> None:
+        """Serve until the socket is closed."""
+        while True:
+            try:
+                made, _ = self._listening.accept()
+            except OSError:
+                return
+            self._open.add(made)
+            threading.Thread(target=self._converse, args=(widen(made),), daemon=True).start()
+
+    def close(self) -> None:
+        """End as a process ends: all connections are closed, and nothing is written any more."""
+        for made in (self._listening, *list(self._open)):
+            with contextlib.suppress(OSError):
+                made.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        with self._changed:  # not in the middle of a request
+            if self.journal is not None:
+                self.journal.close()
+                self.journal = None
+
+    def _converse(self, made: socket.socket) -> None:
+        try:
+            while True:
+                body, tensors = receive(made)
+                if not isinstance(body, m.Request):
+                    return
+                send(made, *self._answer(made, body, tensors))
+        except (OSError, EOFError, Malformed):
+            pass  # it has gone, or is no worker
+        finally:
+            made.close()
+            self._open.discard(made)
+            with self._changed:
+                gone = [worker for worker, owner in self._connection_of.items() if owner is made]
+            for worker in gone:
+                self._later(GONE_SECONDS, worker, made)
+
+    def _answer(self, made: socket.socket, body: m.Request, tensors: m.Tensors) -> Reply:
+        end = time.monotonic() + TURN_SECONDS
+        with self._changed:
+            if isinstance(body, m.Join | m.Pull | m.Push):
+                self._connection_of[body.worker] = made
+            elif isinstance(body, m.Leave):
+                self._connection_of.pop(body.worker, None)
+            while True:
+                reply = self._answered(body, tensors)
+                left = end - time.monotonic()
+                if not isinstance(reply[0], m.Wait) or left <= 0:
+                    return reply
+                self._changed.wait(left)
+
+    def _answered(self, body: m.Request, tensors: m.Tensors) -> Reply:
+        """Answer, and write down what has changed something before anybody hears of it."""
+        reply = self.server.answer(body, tensors)
+        changes = isinstance(body, CHANGES) and not isinstance(reply[0], m.Refused | m.Wait | m.Moved)
+        if changes and not (isinstance(reply[0], m.Done) and reply[0].repeated):
+            if self.journal is not None:
+                self.journal.write(self.server, body, tensors)
+            self._changed.notify_all()
+        return reply
+
+    def _later(self, seconds: float, worker: int, made: socket.socket | None) -> None:
+        timer = threading.Timer(seconds, self._lost, (worker, made))
+        timer.daemon = True
+        timer.start()
+
+    def _lost(self, worker: int, made: socket.socket | None) -> None:
+        """Nobody waits for a worker that has not come again."""
+        with self._changed:
+            if self._connection_of.get(worker, self) is made:
+                del self._connection_of[worker]
+                self._answered(m.Leave(self.server.model, worker), [])
+
+
+__all__ = ["Serving"]

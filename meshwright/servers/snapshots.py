@@ -1,0 +1,119 @@
+"""A server's state as one file: tensors as safetensors, the rest as a typed record in its header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+
+from meshwright.errors import ServerError
+from meshwright.servers.messages import Declare
+from meshwright.servers.rounds import Gradients
+from meshwright.servers.server import Counts, Server
+from meshwright.servers.shards import Options, ShardMap
+
+FORMAT = 1
+RECORD = "server"
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A push of a round that is not complete; its tensors are beside, by number."""
+
+    round: int
+    worker: int
+    weight: float
+    dense: tuple[str, ...]
+    rows: tuple[str, ...]
+    options: dict[str, Options]
+
+
+class Record(msgspec.Struct, frozen=True):
+    format: int
+    number: int
+    declared: Declare | None
+    map: ShardMap
+    clocks: dict[int, int]
+    left: dict[int, int]
+    expected: int
+    counts: Counts
+    blocks: dict[str, tuple[int, ...]]
+    options: dict[str, Options]
+    waiting: tuple[Waiting, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    record: Record
+    tensors: dict[str, torch.Tensor]
+
+
+def copy(server: Server) -> Snapshot:
+    """A copy of all that a server has."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in server.stored.items():
+        tensors.update({f"{name}/{key}": value.clone() for key, value in stored.tensors().items()})
+    waiting = []
+    for number, group in server.rounds.items():
+        for worker, push in group.items():
+            entry = Waiting(number, worker, push.weight, tuple(push.dense), tuple(push.rows), push.options)
+            held = [*push.dense.values(), *(t for pair in push.rows.values() for t in pair)]
+            tensors.update({f"waiting/{len(waiting)}/{i}": t.contiguous() for i, t in enumerate(held)})
+            waiting.append(entry)
+    record = Record(
+        FORMAT,
+        server.number,
+        server.declared,
+        server.map,
+        dict(server.clocks.of),
+        dict(server.clocks.left),
+        server.clocks.expected,
+        msgspec.convert(msgspec.to_builtins(server.counts), Counts),
+        {name: tuple(stored.blocks) for name, stored in server.stored.items()},
+        {name: stored.options for name, stored in server.stored.items()},
+        tuple(waiting),
+    )
+    return Snapshot(record, tensors)
+
+
+def write(snapshot: Snapshot, path: Path) -> None:
+    """Write a snapshot; the file is there in full or not at all."""
+    text = msgspec.json.encode(snapshot.record).decode()
+    part = path.with_suffix(".part")
+    safetensors.torch.save_file(snapshot.tensors, part, metadata={RECORD: text})
+    part.rename(path)
+
+
+def read(path: Path, number: int) -> Server:
+    """The server of a snapshot. Raises ServerError for one of another server, or of another version."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            record = msgspec.json.decode((file.metadata() or {})[RECORD], type=Record)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, KeyError, msgspec.DecodeError, safetensors.SafetensorError) as error:
+        raise ServerError(f"{path} is no snapshot of a server", why=f"{error!s:.200}") from None
+    if (record.format, record.number) != (FORMAT, number):
+        raise ServerError(
+            f"{path} is of server {record.number}, format {record.format}", why=f"not of {number}"
+        )
+    server = Server(number)
+    if record.declared is not None:
+        server.begin(record.declared, record.map, fill_rows=False)
+    server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
+    server.clocks.expected, server.counts = record.expected, record.counts
+    for name, stored in server.stored.items():
+        held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
+        stored.restore(record.blocks[name], held, record.options[name])
+    for index, entry in enumerate(record.waiting):
+        rest = iter([tensors[f"waiting/{index}/{i}"] for i in range(len(entry.dense) + 2 * len(entry.rows))])
+        dense = {name: next(rest) for name in entry.dense}
+        rows = {name: (next(rest), next(rest)) for name in entry.rows}
+        push = Gradients(entry.weight, dense, rows, entry.options)
+        server.rounds.setdefault(entry.round, {})[entry.worker] = push
+    return server
+
+
+__all__ = ["Snapshot", "copy", "read", "write"]

@@ -1,0 +1,138 @@
+"""Servers as processes of this machine, at sockets in a folder that only its user can open.
+
+The folder is what is trusted: who can open it is the job's user. A request is asked again after a lost connection,
+until the server is back; servers apply a push once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+from meshwright.errors import ServerError
+from meshwright.servers import messages as m
+from meshwright.servers.local import PATIENCE_SECONDS, Requests
+from meshwright.servers.server import Reply
+from meshwright.servers.wire import Malformed, pieces, read
+
+FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
+COUNT = "servers"  # the file in it with their number
+BUFFER_BYTES = 4 << 20
+RETRY_SECONDS = 0.02
+AWAY_SECONDS = 30.0  # for which a server may be away
+TURN_SECONDS = 10.0  # after which a server that waits for others says so
+
+
+def address(folder: Path, number: int) -> Path:
+    """The socket of a server."""
+    return folder / f"{number}.sock"
+
+
+def lost(folder: Path, number: int) -> Path:
+    """The file in which the launcher says that a server will not come again, and why."""
+    return folder / f"{number}.lost"
+
+
+def fill_from(made: socket.socket, into: memoryview) -> None:
+    """Fill a buffer from a socket. Raises EOFError if it ends before."""
+    at = 0
+    while at < len(into):
+        count = made.recv_into(into[at:])
+        if not count:
+            raise EOFError("the connection has ended")
+        at += count
+
+
+def send(made: socket.socket, body: m.Request | m.Answer, tensors: m.Tensors) -> None:
+    for piece in pieces(body, tensors):
+        made.sendall(piece)
+
+
+def receive(made: socket.socket) -> tuple[object, m.Tensors]:
+    """The next message. Raises EOFError, OSError, Malformed."""
+    return read(lambda into: fill_from(made, into))
+
+
+def widen(made: socket.socket) -> socket.socket:
+    """A socket with room for large messages."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        made.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+    return made
+
+
+class Remote:
+    """Asks servers over sockets; all requests are sent before the first answer is read."""
+
+    def __init__(self, folder: Path, patience: float = PATIENCE_SECONDS, away: float = AWAY_SECONDS) -> None:
+        """`patience`: seconds to wait for other workers; `away`: for a server that does not answer."""
+        self.folder, self.patience, self.away = folder, patience, away
+        self._open: dict[int, socket.socket] = {}
+
+    def ask(self, requests: Requests) -> dict[int, Reply]:
+        """Raises ServerError for a server that stays away, and if other workers do not come on."""
+        found: dict[int, Reply] = {}
+        end, down = time.monotonic() + self.patience, time.monotonic() + self.away
+        while len(found) < len(requests):
+            left = {n: r for n, r in requests.items() if n not in found}
+            sent = [n for n, request in left.items() if self._send(n, *request)]
+            for number in sent:
+                reply = self._receive(number)
+                if reply is not None and not isinstance(reply[0], m.Wait):
+                    found[number] = reply
+                elif reply is not None:
+                    down = time.monotonic() + self.away
+            for number in (n for n in left if n not in found and lost(self.folder, n).exists()):
+                raise ServerError(
+                    f"parameter server {number} is lost", why=lost(self.folder, number).read_text()
+                )
+            if time.monotonic() > min(end, down):
+                raise self._given_up(min(set(requests) - set(found)), time.monotonic() > end)
+            if any(n not in self._open for n in left if n not in found):
+                time.sleep(RETRY_SECONDS)
+        return found
+
+    def _send(self, number: int, body: m.Request, tensors: m.Tensors) -> bool:
+        try:
+            if number not in self._open:
+                self._open[number] = widen(socket.socket(socket.AF_UNIX))
+                self._open[number].connect(str(address(self.folder, number)))
+            send(self._open[number], body, tensors)
+        except OSError:
+            self._lost(number)
+            return False
+        return True
+
+    def _receive(self, number: int) -> Reply | None:
+        try:
+            body, tensors = receive(self._open[number])
+        except (OSError, EOFError, Malformed):
+            self._lost(number)
+            return None
+        assert isinstance(body, m.Answer)
+        return body, tensors
+
+    def _lost(self, number: int) -> None:
+        with contextlib.suppress(KeyError, OSError):
+            self._open.pop(number).close()
+
+    def _given_up(self, number: int, waited: bool) -> ServerError:
+        if waited:
+            why = f"their pushes were waited for {self.patience:g} s"
+            return ServerError("the other workers do not come on", why=why)
+        return ServerError(
+            f"parameter server {number} does not answer",
+            why=f"it was tried for {self.away:g} s at {address(self.folder, number)}",
+            hint="its output is on the launcher's terminal",
+        )
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for number in list(self._open):
+            self._lost(number)
+
+
+__all__ = ["COUNT", "FOLDER", "TURN_SECONDS", "Remote", "address", "lost", "receive", "send", "widen"]

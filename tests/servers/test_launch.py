@@ -1,0 +1,50 @@
+"""`meshwright run --servers`: servers and workers as processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright.cli", "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.procs
+def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
+    done = run("--servers", "2", "--workers", "2", "--server-state", str(tmp_path), str(SCRIPT), "kill")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to one device" in done.stdout
+    assert done.stderr.count("ended by SIGKILL: it is started again") == 2
+
+
+@pytest.mark.procs
+@pytest.mark.full
+def test_without_state_a_killed_server_ends_the_job():
+    done = run("--servers", "2", "--workers", "2", str(SCRIPT), "kill")
+    assert done.returncode != 0
+    assert "parameter server 0 is lost" in done.stderr
+    assert "with --server-state a killed one goes on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--servers", "65"), "--servers is 65"),
+        (("--servers", "two"), "--servers is 'two'"),
+        (
+            ("--servers", "1", "--nnodes", "2", "--master", "a:2000", "--insecure"),
+            "--servers with several machines",
+        ),
+    ],
+)
+def test_servers_that_cannot_be(words, what):
+    done = run(*words, str(SCRIPT))
+    assert done.returncode != 0
+    assert what in done.stderr

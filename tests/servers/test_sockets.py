@@ -1,0 +1,185 @@
+"""Servers at sockets, in threads of the test: killed ones go on, lost workers are not waited for, junk is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.errors import ServerError
+from meshwright.servers import messages as m
+from meshwright.servers import serving, snapshots
+from meshwright.servers.journal import Journal
+from meshwright.servers.server import Server
+from meshwright.servers.serving import Serving
+from meshwright.servers.shards import spread
+from meshwright.servers.sockets import Remote, address, lost, receive, send
+from meshwright.servers.worker import Worker
+from tests.servers.jobs import ROWS, full, parameters, values
+
+
+class Job:
+    """Servers in a folder, each with a journal, which may be killed and started again."""
+
+    def __init__(self, folder: Path, count: int, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.running = [self.started(n) for n in range(count)]
+
+    def started(self, number: int) -> Serving:
+        journal = Journal(self.folder / "state" / str(number), number, self.every)
+        made = Serving(journal.server(), self.folder, journal)
+        threading.Thread(target=made.run, daemon=True).start()
+        return made
+
+    def kill(self, number: int) -> None:
+        """End a server with all that it has not written, and start it again."""
+        self.running[number].close()
+        self.running[number] = self.started(number)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def start(count: int = 2, every: int = 1 << 30) -> Job:
+        made.append(Job(tmp_path, count, every))
+        return made[-1]
+
+    yield start
+    for job in made:
+        for server in job.running:
+            server.close()
+
+
+def worker(job: Job, number: int, workers: int, name: str = "Adam", bound: int | None = 0) -> Worker:
+    given = parameters(name, {"lr": 0.1})
+    declare = m.Declare("job", given, spread(given, range(len(job.running))), bound, workers)
+    made = Worker(Remote(job.folder, 30, 10), number, declare)
+    if number == 0:
+        made.fill(values)
+    made.join()
+    return made
+
+
+def train(made: Worker, steps: int, before: Callable[[int], Any] = lambda _: None) -> None:
+    order = torch.Generator().manual_seed(made.number)
+    for step in range(steps):
+        before(step)
+        ids = torch.randint(0, ROWS, (5,), generator=order)
+        held = made.pull(("weight",), {"table": ids})
+        made.push(5.0, {"weight": held["weight"].sin()}, {"table": (ids, held["table"].cos())})
+
+
+def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path):
+    """Twenty random kills while two workers train: to the bit what it is without them, each push applied once."""
+    job, steps = jobs(every=4000), 40
+    kills = random.Random(0).sample([(step, n) for step in range(steps) for n in (0, 1)], 20)
+    first, second = worker(job, 0, 2), None
+
+    def kill(step: int) -> None:
+        for number in (n for at, n in kills if at == step):
+            job.kill(number)
+
+    other = threading.Thread(target=lambda: train(worker(job, 1, 2), steps))
+    other.start()
+    train(first, steps, kill)
+    other.join()
+    found = full(first)
+    assert [r.server.counts.applied for r in job.running] == [{0: steps, 1: steps}] * 2
+    assert list(tmp_path.glob("state/*/*.safetensors")), "no snapshot was made"
+    second = Server(0)
+    assert second.answer(m.Join("", 0, 0), [])[0] == m.Refused(
+        "this server has no model yet", "", "declare it first"
+    )
+    assert all(torch.equal(found[name], value) for name, value in plain(steps).items())
+
+
+def plain(steps: int) -> dict[str, torch.Tensor]:
+    """The same on servers in this process."""
+    from tests.servers.jobs import job as local_job
+
+    _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}))
+    threads = [threading.Thread(target=train, args=(each, steps)) for each in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return full(workers[0])
+
+
+def test_what_was_half_written_is_dropped(jobs, tmp_path):
+    job = jobs(1)
+    made = worker(job, 0, 1)
+    train(made, 3)
+    before = full(made)
+    log = tmp_path / "state" / "0" / "0.log"
+    log.write_bytes(log.read_bytes() + log.read_bytes()[:100])
+    job.kill(0)
+    assert all(torch.equal(a, b) for a, b in zip(full(made).values(), before.values(), strict=True))
+    train(made, 1)
+    job.kill(0)
+    assert job.running[0].server.counts.applied == {0: 4}
+
+
+def test_snapshots_of_others_are_refused(jobs, tmp_path):
+    job = jobs(1)
+    train(worker(job, 0, 1), 1)
+    path = tmp_path / "0.safetensors"
+    snapshots.write(snapshots.copy(job.running[0].server), path)
+    assert snapshots.read(path, 0).clocks.of == {0: 1}
+    with pytest.raises(ServerError, match="is of server 0"):
+        snapshots.read(path, 1)
+    path.write_bytes(b"junk")
+    with pytest.raises(ServerError, match="is no snapshot"):
+        snapshots.read(path, 0)
+
+
+def test_a_lost_worker_is_not_waited_for(jobs, monkeypatch):
+    monkeypatch.setattr(serving, "GONE_SECONDS", 0.2)
+    job = jobs(2)
+    first = worker(job, 0, 2)
+    thread = threading.Thread(target=lambda: train(worker(job, 1, 2), 2))  # and then its connections close
+    thread.start()
+    train(first, 6)
+    thread.join()
+    assert [r.server.counts.applied for r in job.running] == [{0: 6, 1: 2}] * 2
+
+
+def test_bytes_that_are_no_message_end_the_connection_alone(jobs, tmp_path):
+    job = jobs(1)
+    made = worker(job, 0, 1)
+    before = full(made)
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4junk", b"\xff\xff\xff\xff", b"\0\0\0\1\x80"):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(address(tmp_path, 0)))
+            stranger.sendall(junk)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(address(tmp_path, 0)))
+        send(stranger, m.Push("0abc", 1, 0, 0, 1.0), [])
+        answer, _ = receive(stranger)
+        assert isinstance(answer, m.Refused)
+    assert all(torch.equal(a, b) for a, b in zip(full(made).values(), before.values(), strict=True))
+
+
+def test_a_server_that_stays_away_is_named(jobs, tmp_path):
+    made = worker(jobs(1), 0, 1)
+    job_of_nobody = Remote(tmp_path / "elsewhere", away=0.1)
+    with pytest.raises(ServerError, match="parameter server 0 does not answer"):
+        job_of_nobody.ask({0: (m.Leave(made.model, 0), [])})
+    (tmp_path / "elsewhere").mkdir()
+    lost(tmp_path / "elsewhere", 0).write_text("it ended by SIGKILL")
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="parameter server 0 is lost"):
+        Remote(tmp_path / "elsewhere", away=60).ask({0: (m.Leave(made.model, 0), [])})
+    assert time.monotonic() - began < 60

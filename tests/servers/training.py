@@ -1,0 +1,62 @@
+"""What `test_launch.py` runs: uneven batches, a table on servers that may be killed, layers on none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import meshwright as mw
+
+ROWS, STEPS = 100, 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(ROWS, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids)).squeeze(-1)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def main() -> None:
+    rank, folder = int(os.environ["RANK"]), Path(os.environ["MESHWRIGHT_SERVERS"])
+    torch.manual_seed(rank)  # the values of worker 0 count
+    model = Net()
+    mw.on_server(model.table)
+    step = mw.parameter_server(model, adam, loss=loss)
+    torch.manual_seed(0)
+    plain = Net()
+    own, random = adam(plain.parameters()), torch.Generator().manual_seed(7)
+    for number in range(STEPS):
+        if rank == 0 and number in (1, 3) and "kill" in sys.argv:
+            os.kill(int((folder / f"{number // 2}.pid").read_text()), signal.SIGKILL)
+        ids, goals = torch.randint(0, ROWS, (12,), generator=random), torch.randn(12, generator=random)
+        mine = slice(0, 3) if rank == 0 else slice(3, 12)
+        step((ids[mine], goals[mine]))
+        own.zero_grad()
+        loss(plain, (ids, goals)).backward()
+        own.step()
+    state = step.full_state()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+    print("equal to one device")
+    mw.shutdown()
+    step.close()
+
+
+if __name__ == "__main__":
+    main()
