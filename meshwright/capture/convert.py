@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from meshwright.capture.trace import AS_IT_IS, HERE, LINE, TORCH_ROOT, Trace
+from meshwright.capture.ties import ties_of
+from meshwright.capture.trace import AS_IT_IS, HERE, LINE, PREFIX, TORCH_ROOT, Trace
 from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 from meshwright.errors import CaptureError, a_type
 
@@ -24,7 +25,6 @@ SHORT: dict[torch.dtype, str] = {
 }  # fmt: skip
 LONG: dict[str, torch.dtype] = {name: dtype for dtype, name in SHORT.items()}
 NO_MEANING = ("layout", "pin_memory", "memory_format", "non_blocking")
-PREFIX = "model."
 # The attribute of a tensor whose values a step holds that lists the memory it has given up, as weak references.
 FORMER = "_former_memory"
 # Ends the name of an input until nodes are named: torch calls an operator `mean` even where a buffer has that name.
@@ -143,7 +143,7 @@ def _inputs(
 ) -> tuple[list[Input], dict[str, Ref], dict[str, torch.Tensor]]:
     program, kinds = traced.program, torch.export.graph_signature.InputKind
     values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
-    groups = _ties(model)
+    groups = ties_of(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs: dict[str, Input] = {}
     refs: dict[str, Ref] = {}
@@ -236,15 +236,6 @@ def _unused(stem: str, taken: set[str]) -> str:
         name = f"{stem}_{number}"
     taken.add(name)
     return name
-
-
-def _ties(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each name of a parameter or buffer, all names of its tensor, that of named_parameters() first."""
-    groups: dict[int, list[str]] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: tuple(names) for names in groups.values() for name in names}
 
 
 def _results(

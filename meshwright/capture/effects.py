@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.capture.equal_layers import layers_of
+from meshwright.capture.equal_modules import equal
 from meshwright.capture.left import Left
 from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
@@ -43,6 +45,9 @@ class Effects:
         self.executed: list[tuple[str, str, int]] = []
         self.saved = [(m, dict(vars(m)), {n: dict(vars(m)[n]) for n in STORES}) for m in model.modules()]
         self.owned = [(o.mapping, {n: o.mapping[n] for n in o.names}) for o in self.found.owners.values()]
+        of_layers = {id(vars(m)[n]) for m in model.modules() for n in STORES}
+        of_layers |= {id(vars(m)) for layer in layers_of(model) for m in layer.modules()}
+        self.outside_layers = [(mapping, was) for mapping, was in self.owned if id(mapping) not in of_layers]
         self.held = [(held, held.copy()) for held in (*self.found.lists, *self.found.dicts, *self.found.sets)]
         self.cells = [(cell, cell.cell_contents) for cell in self.found.cells]
         self.drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
@@ -98,6 +103,21 @@ class Effects:
         for what, file, line in (*self.executed, *self.calls.found):
             if what != "draw":
                 raise _outside(what, line_of(file, line))
+
+    def is_unchanged(self) -> bool:
+        """Return whether globals, closures and attributes are what they were before the trace, those of layers aside.
+
+        Tensors of modules are others while a trace runs.
+        """
+        return (
+            all(
+                equal(value, mapping.get(name))
+                for mapping, was in self.outside_layers
+                for name, value in was.items()
+            )
+            and all(_is_as_before(now, was) for now, was in self.held)
+            and all(cell.cell_contents is was for cell, was in self.cells)
+        )
 
     def _items(self) -> Any:
         own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
@@ -186,6 +206,13 @@ class Effects:
         if torch.initial_seed() != seed:
             torch.manual_seed(seed)
         torch.set_rng_state(state)
+
+
+def _is_as_before(now: Any, was: Any) -> bool:
+    """Return whether a list, dict or set has the objects that it had."""
+    if len(now) != len(was) or not all(map(is_, now, was)):
+        return False
+    return not isinstance(now, dict) or all(map(is_, now.values(), was.values()))
 
 
 def _registered(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.capture.attribute_watch import watched
 from meshwright.capture.reads import codes, of_library
 from meshwright.capture.value_records import ReadValues
 
@@ -50,13 +51,18 @@ class Left:
         self.read, self.written, self.notes = set(), set(), []
         kinds = {type(module): None for module in self.model.modules()}
         made = [(k, n) for k in kinds if not of_library(k) for n in self.names if not hasattr(k, n)]
-        for kind, name in made:
-            setattr(kind, name, _First(name, self))
-        try:
+        with watched(made, self._reads, self._writes):
             yield
-        finally:
-            for kind, name in made:
-                delattr(kind, name)
+
+    def _reads(self, module: torch.nn.Module, name: str) -> None:
+        key = id(module), name
+        if key not in self.written:
+            self.read.add(key)
+
+    def _writes(self, module: torch.nn.Module, name: str) -> None:
+        key = id(module), name
+        if key not in self.read:
+            self.written.add(key)
 
     def take_away(self) -> None:
         """Remove the tensors that the pass has set, or may have set, from the modules."""
@@ -73,36 +79,6 @@ class Left:
             del held[name]
         else:
             held[name] = was
-
-
-class _First:
-    """A data descriptor for a value in the instance's own dict."""
-
-    def __init__(self, name: str, left: Left) -> None:
-        self.name, self.left = name, left
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            raise AttributeError(self.name)
-        key = id(instance), self.name
-        if key not in self.left.written:
-            self.left.read.add(key)
-        try:
-            return vars(instance)[self.name]
-        except KeyError:
-            raise AttributeError(self.name) from None
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        key = id(instance), self.name
-        if key not in self.left.read:
-            self.left.written.add(key)
-        vars(instance)[self.name] = value
-
-    def __delete__(self, instance: Any) -> None:
-        try:
-            del vars(instance)[self.name]
-        except KeyError:
-            raise AttributeError(self.name) from None
 
 
 def _is_empty(value: Any) -> bool:

@@ -223,6 +223,9 @@ def _follow(value: str, became: Mapping[str, Ref]) -> str:
 
 
 def _renamed(node: Node, became: Mapping[str, Ref]) -> Node:
+    if became.keys().isdisjoint(node.uses):
+        return node
+
     def change(ref: Ref) -> Ref:
         return became.get(ref.name, ref)
 

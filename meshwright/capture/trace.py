@@ -15,8 +15,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from meshwright.capture.copy_layers import UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
+from meshwright.capture.equal_layers import EqualLayers
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import user_line
@@ -34,6 +36,7 @@ from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
+from meshwright.capture.ties import ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
 
@@ -43,6 +46,7 @@ ONE_AT_A_TIME = threading.RLock()
 HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
+PREFIX = "model."  # of the names of the model's parts in a trace
 LINE = "user_line"  # what a node's own metadata calls the line that made it: torch knows those of `forward` alone
 AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
 REAL = (torch.Tensor, torch.nn.Parameter)
@@ -72,13 +76,16 @@ class Trace:
 class Loss(torch.nn.Module):
     """`loss(model, batch)` as a module over the batch's tensors."""
 
-    def __init__(self, model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, batch: Any, loss: Callable[..., torch.Tensor], each: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.train(model.training)
         self.effects = Effects(model, loss)
-        self.watch = _Watch(self.effects.calls)
+        self.watch = _Watch(self.effects.calls, each=each)
         self.batch, self.loss, self.autocast = batch, loss, _ambient_autocast()
+        self.ties = [[PREFIX + n for n in names] for names in ties_of(model).values()]
 
     def train(self, mode: bool = True) -> Loss:
         """Leave the model's own training flags: a user may freeze some of its modules in eval mode."""
@@ -97,6 +104,10 @@ class Loss(torch.nn.Module):
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(self.effects.inside())
             stack.enter_context(self.watch)
+            if not self.watch.each:
+                with self.watch.paused():
+                    self.watch.layers = EqualLayers(self, self.effects.is_unchanged, self.watch.paused)
+                stack.enter_context(self.watch.layers.watched())
             return self.loss(self.model, rebuild(self.batch, tensors))
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -153,11 +164,25 @@ class _Watch(TorchFunctionMode):
     outside: list[str] = field(default_factory=list)
     # The nest of what is returned beside the loss: export puts attributes of modules back.
     shape: Shape | None = None
+    each: bool = False  # whether each of equal layers is traced
+    layers: EqualLayers | None = None
+    looks: bool = True
 
     def __post_init__(self) -> None:
         super().__init__()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at no call, for as long as it is not the model's."""
+        self.looks = False
+        try:
+            yield
+        finally:
+            self.looks = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.looks:
+            return func(*args, **(kwargs or {}))
         return self.calls.aside(self._watched, func, args, kwargs)
 
     def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -257,23 +282,34 @@ def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
 def trace(model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: type[Loss] = Loss) -> Trace:
     """Export `loss(model, batch)` and make it functional. `wrap` is the class of the wrapper. Raises CaptureError."""
     check_backward_hooks(model)
+    try:
+        return _trace(model, batch, loss, wrap, each=False)
+    except UnequalLayersError:
+        return _trace(model, batch, loss, wrap, each=True)
+
+
+def _trace(
+    model: torch.nn.Module, batch: Any, loss: Callable[..., Any], wrap: type[Loss], each: bool
+) -> Trace:
     found = list(leaves(batch))
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
     with ONE_AT_A_TIME, warnings.catch_warnings(), torch.enable_grad(), without_dumps(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        wrapper = wrap(model, batch, loss)
+        wrapper = wrap(model, batch, loss, each)
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(wrapper.effects.around())
         try:
             with preserve_node_meta():  # for what `_Watch` notes
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
+                if wrapper.watch.layers is not None:
+                    copy_layers(program, wrapper.watch.layers, wrapper.ties)
                 origins = _origins(program.graph_module)
                 if is_functional(program):
                     make_functional(program)
                 else:
                     program = program.run_decompositions({})
-        except MeshwrightError:
+        except (MeshwrightError, UnequalLayersError):
             raise
         except Exception as error:
             nested = _own_error_in(error)
