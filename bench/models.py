@@ -157,10 +157,11 @@ def deep_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 
 @dataclass(frozen=True)
 class Opened:
-    """A captured model, and the seconds that its capture took when it was made."""
+    """A captured model, and the seconds that its capture took when it was made: by the clock, and of the processor."""
 
     captured: Captured
     seconds: float
+    processor_seconds: float
 
 
 def opened(name: str, *, batch: int, sequence: int | None = None, layers: int | None = None) -> Opened:
@@ -172,13 +173,13 @@ def opened_from(model: torch.nn.Module, made: Any, loss: Callable[..., torch.Ten
     """The same of a model, an example batch and a loss."""
     folder = CACHE / key_of(model, made, loss)
     known = folder.is_dir()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     captured = captured_of(model, made, loss, CACHE)
-    seconds = time.perf_counter() - started
-    note = CACHE / f"{folder.name}.seconds"
+    took = time.perf_counter() - started, time.process_time() - used
+    note = CACHE / f"{folder.name}.took"
     if not known:
-        note.write_text(str(seconds))
-    return Opened(captured, float(note.read_text()) if note.exists() else seconds)
+        note.write_text(json.dumps(took))
+    return Opened(captured, *(json.loads(note.read_text()) if note.exists() else took))
 
 
 def built(

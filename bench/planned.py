@@ -5,6 +5,7 @@ python -m bench planned [--models gemma2 qwen] [--hf config.json …] [--ranks 8
 The models are those of `published.json`: 7B to 1T parameters, dense and with experts, encoder-decoders, vision,
 state-space models and hybrids. `--hf` takes configurations that this list does not have. Each row plans in a process
 of its own, with a time limit of its own, and is printed when it is done. Captures are kept on disk: each is paid once.
+Seconds are those of the processor (one core), which a busy machine changes little; only time limits are by the clock.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def capture_row(row: Row) -> dict[str, Any]:
     """Capture the model of a row, or read the capture that is kept; what it took when it was made."""
     from bench.models import built_from, opened_from
 
-    return {"capture": opened_from(*built_from(row.config, row.batch, row.sequence)).seconds}
+    return {"capture": opened_from(*built_from(row.config, row.batch, row.sequence)).processor_seconds}
 
 
 def plan_row(row: Row) -> dict[str, Any]:
@@ -78,24 +79,25 @@ def plan_row(row: Row) -> dict[str, Any]:
     cluster = mw.Cluster.preset("h100", nodes=max(1, row.ranks // 8), ranks_per_node=min(8, row.ranks))
     _warm(cluster)
     prices: list[tuple[float, float]] = []
-    started = time.perf_counter()
+    began, started = time.perf_counter(), time.process_time()
 
     def note(stage: str, price: float | None, bound: float | None) -> None:
         if price is not None:
-            prices.append((time.perf_counter() - started, price))
+            prices.append((time.process_time() - started, price))
+
+    def took() -> dict[str, float]:
+        return {"wall": time.perf_counter() - began, "processor": time.process_time() - started}
 
     try:
         plan = mw.plan(
             model, batch, loss=loss, cluster=cluster, mode=row.mode, time_limit=row.time_limit, progress=note
         )
     except mw.MeshwrightError as error:
-        return {"wall": time.perf_counter() - started, "refused": f"{type(error).__name__}: {error.what}"}
-    wall = time.perf_counter() - started
-    claims = plan.claims
+        return took() | {"refused": f"{type(error).__name__}: {error.what}"}
+    all_of_it, claims = took(), plan.claims
     step = claims.get("step_seconds", claims.get("price_seconds"))
-    return {
-        "wall": wall,
-        "near": next((at for at, price in prices if price <= NEAR * step), wall),
+    return all_of_it | {
+        "near": next((at for at, price in prices if price <= NEAR * step), all_of_it["processor"]),
         "step": step,
         "gap": claims.get("gaps", {}).get("joint"),
         "peak": claims.get("peak_bytes"),
@@ -152,22 +154,22 @@ def line_of(row: Row, took: Mapping[str, Any]) -> list[str]:
     if "error" in took:
         return [*head, "", "", "", "", "", took["error"][:100]]
     if "refused" in took:
-        return [*head, "", f"{took['wall']:.1f}", "", "", "", took["refused"][:100]]
+        return [*head, "", f"{took['processor']:.1f}", "", "", "", took["refused"][:100]]
     gap, peak = took["gap"], took["peak"]
     return [
-        *head, f"{took['near']:.1f}", f"{took['wall']:.1f}", f"{took['step']:.4g} s",
+        *head, f"{took['near']:.1f}", f"{took['processor']:.1f}", f"{took['step']:.4g} s",
         "" if gap is None else f"{gap:.1%}", "" if peak is None else f"{peak / 1e9:.1f} GB", took["plan"][:100],
     ]  # fmt: skip
 
 
 def summary(found: list[Mapping[str, Any]]) -> str:
-    """How many rows were planned, refused and failed; the median and the worst of seconds."""
+    """How many rows were planned, refused and failed; the median and the worst of processor seconds."""
     planned = [t for t in found if "step" in t]
     refused = sum("refused" in t for t in found)
     said = f"{len(planned)} planned, {refused} refused, {len(found) - len(planned) - refused} failed"
     if not planned:
         return said
-    for key, name in (("wall", "all"), ("near", "within 5 %")):
+    for key, name in (("processor", "all"), ("near", "within 5 %")):
         seconds = [t[key] for t in planned]
         middle, worst = statistics.median(seconds), max(seconds)
         met = "✓" if middle <= MEDIAN_GOAL and worst <= WORST_GOAL else "✗"
@@ -204,7 +206,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--capture-limit", type=float, default=300.0, help="seconds of each capture")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write each row here; those that are here are not run again")
     parser.add_argument("--capture", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -220,9 +222,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(capture_row(row) if options.capture else plan_row(row)))
         return
     rows = [row_of(n, config, r, options) for n, config in models(options).items() for r in options.ranks]
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     found: list[dict[str, Any]] = []
     uncaptured: dict[tuple[str, int], str] = {}
     for row in rows:
+        if (before := next((k for k in known if asdict(row).items() <= k.items()), None)) is not None:
+            found.append(before)
+            continue
         console.print(f"[dim]{row.model} on {row.ranks:,} (load {os.getloadavg()[0]:.1f}) …[/]", end=" ")
         found.append(measured(row, options.capture_limit, uncaptured))
         cells = dict(zip(HEADINGS, line_of(row, found[-1]), strict=True))
@@ -230,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
             " | ".join(f"{k} {v}" for k, v in list(cells.items())[3:-1] if v), cells["the plan"], markup=False
         )
         if options.json:  # after each row: a table of minutes may be interrupted
-            known = [asdict(r) | t for r, t in zip(rows, found, strict=False)]
+            known.append(asdict(row) | found[-1])
             options.json.write_text(json.dumps(known, indent=1))
     table = [line_of(r, t) for r, t in zip(rows, found, strict=True)]
     show((f"Planning published models, {options.mode}", HEADINGS, table), options.markdown)
