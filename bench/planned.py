@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def line_of(row: Row, took: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def summary(found: list[Mapping[str, Any]]) -> str:
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
     """How many rows were planned, refused and failed; the median and the worst of processor seconds."""
     planned = [t for t in found if "step" in t]
     refused = sum("refused" in t for t in found)
@@ -206,7 +206,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--capture-limit", type=float, default=300.0, help="seconds of each capture")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--json", type=Path, help="write each row here; those that are here are not run again")
+    parser.add_argument(
+        "--json", type=Path, help="write each row here; those that are here are not run again"
+    )
     parser.add_argument("--capture", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

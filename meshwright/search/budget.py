@@ -204,6 +204,8 @@ class TechniquesBudget:
     recompute_tries: int = 12
     # Simulations for the next best value of one technique.
     neighbour_simulations: int = 3
+    # Of a step: a neighbour whose estimate is further above what would be taken is not simulated.
+    doubt: float = 0.01
     # Of a step: a neighbour that gains less is no quicker.
     no_quicker: float = 1e-4
     # Of a step: what differs less is as quick, and the plainer is taken.

@@ -257,6 +257,7 @@ def _sought(
         most = (1 - TECHNIQUES.search_worth) * _step(best) if best else math.inf
         quick = [c for c in made.candidates if asked.pieces <= c.examples]
         quick = [c for c in quick if made.likely_seconds(c, asked) < most]
+        quick = [c for c in quick if not made.overfills_host(c, asked)]
         if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
             rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
     searches = min(
@@ -271,7 +272,9 @@ def _sought(
             found = limited(under, space, None, alone=False).found
         except PlanError:
             continue
-        if found is not None and fits_in_both(planner, found := under.settled(found)):
+        if found is None or not fits_in_both(planner, found):  # limits are those of the device
+            continue
+        if fits_in_both(planner, found := under.settled(found)):
             if best is None or _step(found) < (1 - TECHNIQUES.worth) * _step(best):
                 best = replace(found, claims={**found.claims, "chosen": "searched under techniques"})
                 planner.tell("techniques", _step(best), None)

@@ -10,7 +10,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.neighbours import value_of
+from meshwright.search.joint.neighbours import Neighbour, value_of
 from meshwright.search.joint.pareto import Front
 from meshwright.search.planner import SearchResult
 
@@ -19,26 +19,28 @@ def technique_lines(
     made: Front,
     over: tuple[Dimension, ...],
     best: SearchResult,
-    near: Mapping[str, SearchResult],
+    near: Mapping[str, Neighbour],
     answer: SearchResult,
 ) -> tuple[str, ...]:
-    """A line for each technique of the `answer`. `near`: of each the next best that was simulated, beside the `best`
-    with one policy of recompute for all layers."""
+    """A line for each technique of the `answer`. `near`: of each the next best, beside the `best` with one
+    policy of recompute for all layers."""
     return tuple(_line(made, d, best, near.get(d.name), answer.techniques) for d in over)
 
 
 def _line(
-    made: Front, dimension: Dimension, best: SearchResult, near: SearchResult | None, answer: Techniques
+    made: Front, dimension: Dimension, best: SearchResult, near: Neighbour | None, answer: Techniques
 ) -> str:
     text = f"auto chose {chosen(dimension.name, getattr(answer, dimension.name))}"
     if dimension.why:
         text += f": {dimension.why}"
     said = [_plainer(made, dimension, best)]
     if near is not None:
-        more = near.claims["step_seconds"] - best.claims["step_seconds"]
+        more = near.seconds - best.claims["step_seconds"]
         alike = abs(more) <= TECHNIQUES.as_quick * best.claims["step_seconds"]
         cost = "as quick" if alike else f"at {1e3 * more:+.3g} ms"
-        said.append(f"next best {shown(value_of(dimension, near))} {cost}")
+        if near.found is None:
+            cost = "about as quick" if alike else f"at about {1e3 * more:+.3g} ms"
+        said.append(f"next best {shown(value_of(dimension, near.techniques))} {cost}")
     elif len(dimension.values) > 1:
         said.append("nothing else was found that fits")
     return "; ".join([text, *filter(None, said)])
@@ -47,7 +49,7 @@ def _line(
 def _plainer(made: Front, dimension: Dimension, best: SearchResult) -> str:
     """Describe the memory of the next plainer value (for offload: without it), if it exceeds the limit whatever the
     shardings."""
-    place = dimension.values.index(value_of(dimension, best))
+    place = dimension.values.index(value_of(dimension, best.techniques))
     limit = made.planner.request.memory_bytes or 0.0
     if not place:
         return ""

@@ -28,6 +28,8 @@ def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
     none = plain.found(best.space, best.states, {})
     if none.evaluation is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
+    if none.claims["step_seconds"] >= best.claims["step_seconds"]:
+        return best  # as where its activations go to the host instead: fewer layers would be no quicker
     count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
     for taken in range(count, min(count + TECHNIQUES.layer_tries, len(names))):
         asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))

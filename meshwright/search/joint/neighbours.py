@@ -1,11 +1,11 @@
 """Choices that differ from a given one in a single technique: the search moves on while one of these is quicker, and
-the report lists them."""
+the report lists them. Those that may be quicker by their estimate are simulated."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.core.techniques import Techniques
@@ -19,67 +19,80 @@ from meshwright.search.planner import SearchResult
 SHARDINGS = "shardings"  # the name of a choice that differs in shardings and storage alone
 
 
-def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> dict[str, SearchResult]:
-    """By technique, the quickest with another value of it that fits, simulated; under `SHARDINGS` that with the same
-    techniques. Those without one are left out."""
-    found = {SHARDINGS: _next(made, best, [best.techniques])}
+@dataclass(frozen=True)
+class Neighbour:
+    """A choice beside the best. `seconds` of its step: simulated where it was `found`, else an estimate by which it is
+    no quicker."""
+
+    techniques: Techniques
+    seconds: float
+    found: SearchResult | None = None
+
+
+def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> dict[str, Neighbour]:
+    """By technique, the quickest with another value of it that fits; under `SHARDINGS` that with the same techniques.
+    Those without one are left out."""
+    found = {SHARDINGS: _next(made, best, [(best.techniques, _enough(None, best.techniques, best))])}
     for dimension in over:
-        others = [v for v in dimension.values if v != value_of(dimension, best)]
-        found[dimension.name] = _next(
-            made, best, [replace(best.techniques, **{dimension.name: v}) for v in others]
-        )
+        mine = value_of(dimension, best.techniques)
+        others = [replace(best.techniques, **{dimension.name: v}) for v in dimension.values if v != mine]
+        found[dimension.name] = _next(made, best, [(t, _enough(dimension, t, best)) for t in others])
     return {name: one for name, one in found.items() if one is not None}
 
 
 def quicker(
-    made: Front, over: Sequence[Dimension], near: dict[str, SearchResult], best: SearchResult
+    made: Front, over: Sequence[Dimension], near: dict[str, Neighbour], best: SearchResult
 ) -> SearchResult | None:
     """A neighbour that is quicker than the best, or as quick and plainer, evaluated in full; None where there is none.
     What was evaluated in full stands in `near` from then on, and what does not fit then is taken out."""
-    step = best.claims["step_seconds"]
-    for name, one in sorted(near.items(), key=lambda named: named[1].claims["step_seconds"]):
-        plainer = any(d.name == name and _is_plainer(d, one, best) for d in over)
-        richer = any(d.name == name and _is_plainer(d, best, one) for d in over)
-        enough = (
-            1 + TECHNIQUES.as_quick
-            if plainer
-            else 1 - TECHNIQUES.as_quick
-            if richer
-            else 1 - TECHNIQUES.no_quicker
-        ) * step
-        if one.claims["step_seconds"] >= enough:
+    named = {d.name: d for d in over}
+    for name, one in sorted(near.items(), key=lambda each: each[1].seconds):
+        enough = _enough(named.get(name), one.techniques, best)
+        if one.found is None or one.seconds >= enough:
             continue
-        found = made.planner.under(one.techniques).settled(one)
+        found = made.planner.under(one.techniques).settled(one.found)
         if not fits_in_both(made.planner, found):
             del near[name]
             continue
-        near[name] = found
-        if found.claims["step_seconds"] < enough:
+        near[name] = Neighbour(one.techniques, found.claims["step_seconds"], found)
+        if near[name].seconds < enough:
             return found
     return None
 
 
-def _is_plainer(dimension: Dimension, one: SearchResult, other: SearchResult) -> bool:
-    """True if a choice uses less of a technique; for offload, a true subset."""
+def _enough(dimension: Dimension | None, techniques: Techniques, best: SearchResult) -> float:
+    """Seconds of a step below which a choice under techniques, which differ from the best's in a dimension at most,
+    takes its place: one that is plainer need not be quicker, one that is richer must be by more."""
+    step = best.claims["step_seconds"]
+    if dimension is not None and _is_plainer(dimension, techniques, best.techniques):
+        return (1 + TECHNIQUES.as_quick) * step
+    if dimension is not None and _is_plainer(dimension, best.techniques, techniques):
+        return (1 - TECHNIQUES.as_quick) * step
+    return (1 - TECHNIQUES.no_quicker) * step
+
+
+def _is_plainer(dimension: Dimension, one: Techniques, other: Techniques) -> bool:
+    """True if one uses less of a technique; for offload, a true subset."""
     mine, its = value_of(dimension, one), value_of(dimension, other)
     if dimension.name == "offload":
         return set(mine) < set(its)
     return dimension.values.index(mine) < dimension.values.index(its)
 
 
-def value_of(dimension: Dimension, found: SearchResult) -> Any:
-    """Return the value of a technique in a choice; if layers have a policy each, the policy."""
-    mine = getattr(found.techniques, dimension.name)
+def value_of(dimension: Dimension, techniques: Techniques) -> Any:
+    """Return the value of a technique; if layers have a policy each, the policy."""
+    mine = getattr(techniques, dimension.name)
     return mine[0][1] if dimension.name == "recompute" and isinstance(mine, tuple) else mine
 
 
-def _next(made: Front, best: SearchResult, asked: Sequence[Techniques]) -> SearchResult | None:
-    """The quickest choice but the best under some techniques, the plainest first."""
+def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, float]]) -> Neighbour | None:
+    """The quickest choice but the best under some techniques, the plainest first. With each are the seconds that a
+    choice must be expected to stay below to be simulated."""
     limit = made.planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, int]] = []
     # of the same shardings and storage, which are looked at beside others
     own: list[tuple[float, int, int]] = []
-    for place, techniques in enumerate(asked):
+    for place, (techniques, _) in enumerate(asked):
         for number, candidate in enumerate(made.candidates):
             same = candidate.space is best.space and candidate.states == best.states
             if same and techniques == best.techniques:
@@ -87,21 +100,32 @@ def _next(made: Front, best: SearchResult, asked: Sequence[Techniques]) -> Searc
             sliced = best.techniques.slice_activation and not techniques.slice_activation
             # What slices leave out by sums may be nothing in the program of these shardings, which tells.
             room = (math.inf if sliced else TECHNIQUES.slack * limit) if same else limit
-            if techniques.pieces <= candidate.examples and made.peak_bytes(candidate, techniques) <= room:
+            if (
+                techniques.pieces <= candidate.examples
+                and made.peak_bytes(candidate, techniques) <= room
+                and not made.overfills_host(candidate, techniques)
+            ):
                 row = (made.likely_seconds(candidate, techniques), place, number)
                 (own if same else rows).append(row)
-    quickest: SearchResult | None = None
+    quickest: Neighbour | None = None
+    estimated: Neighbour | None = None
     for _, place, number in [*sorted(own)[:1], *sorted(rows)[: TECHNIQUES.neighbour_simulations]]:
-        likely = made.likely_seconds(made.candidates[number], asked[place])
-        if quickest is not None and likely >= quickest.claims["step_seconds"]:
+        techniques, enough = asked[place]
+        likely = made.likely_seconds(made.candidates[number], techniques)
+        if quickest is not None and likely >= quickest.seconds:
+            continue
+        if likely >= (1 + TECHNIQUES.doubt) * enough:
+            if estimated is None or likely < estimated.seconds:
+                estimated = Neighbour(techniques, likely)
             continue
         try:
-            found = made.evaluated(made.candidates[number], asked[place])
+            found = made.evaluated(made.candidates[number], techniques)
         except PlanError:
             continue
-        if fits_in_both(made.planner, found):
-            quickest = min(quickest or found, found, key=lambda one: one.claims["step_seconds"])
-    return quickest
+        step = found.claims["step_seconds"]
+        if fits_in_both(made.planner, found) and (quickest is None or step < quickest.seconds):
+            quickest = Neighbour(techniques, step, found)
+    return min((one for one in (quickest, estimated) if one), key=lambda one: one.seconds, default=None)
 
 
-__all__ = ["SHARDINGS", "neighbours", "quicker", "value_of"]
+__all__ = ["SHARDINGS", "Neighbour", "neighbours", "quicker", "value_of"]

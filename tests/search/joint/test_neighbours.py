@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.core.techniques import Techniques
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.neighbours import SHARDINGS, quicker
+from meshwright.search.joint.neighbours import SHARDINGS, Neighbour, neighbours, quicker
 
 OVER = (
     Dimension("recompute", ("", "selective", "full")),
@@ -45,5 +45,35 @@ def test_the_plainer_of_what_is_as_quick_is_taken(name: str, value: Any, seconds
     planner = SimpleNamespace(request=request, under=lambda asked: SimpleNamespace(settled=lambda one: one))
     other = found(seconds, {**HERE, **({name: value} if name != SHARDINGS else {})})
     made: Any = SimpleNamespace(planner=planner)
-    chosen = quicker(made, OVER, {name: other}, found(1.0, HERE))
+    near = {name: Neighbour(other.techniques, seconds, other)}
+    chosen = quicker(made, OVER, near, found(1.0, HERE))
     assert chosen is (other if taken else None)
+
+
+def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulated() -> None:
+    expected = {1: 0.9, 2: 1.0, 4: 1.3}  # micro-batches → seconds
+    simulated: list[int] = []
+
+    def evaluated(candidate: Any, asked: Techniques) -> Any:
+        simulated.append(asked.micro_batches)
+        return found(1.5, {**HERE, "micro_batches": asked.micro_batches})
+
+    request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
+    made: Any = SimpleNamespace(
+        planner=SimpleNamespace(request=request),
+        candidates=[SimpleNamespace(space=None, states=(), examples=4)],
+        peak_bytes=lambda candidate, asked: 0.0,
+        overfills_host=lambda candidate, asked: asked.recompute == "full",
+        likely_seconds=lambda candidate, asked: (
+            expected[asked.micro_batches] + 0.1 * (asked.offload != HERE["offload"])
+        ),
+        evaluated=evaluated,
+    )
+    best = found(1.0, HERE)
+    best.states = ()
+    near = neighbours(made, OVER, best)
+    # Nothing computed again is as quick by estimate, and plainer; one micro-batch is quicker.
+    assert simulated == [2, 1]
+    assert near["micro_batches"].seconds == 1.5 and near["micro_batches"].found is not None
+    assert near["offload"].seconds == 1.1 and near["offload"].found is None
+    assert near["recompute"].techniques.recompute == ""  # the other is too much for the host
