@@ -12,7 +12,6 @@ import argparse
 import copy
 import dataclasses
 import itertools
-import os
 import re
 import sys
 import sysconfig
@@ -100,7 +99,6 @@ def set_rate(optimizer: torch.optim.Optimizer | None, step: int, steps: int) -> 
 
 def main() -> None:
     options = arguments()
-    first = int(os.environ.get("RANK", "0")) == 0
     began = time.perf_counter()
     model, _, loss = gpt.build(CONFIG, seed=SEED)
     untouched = copy.deepcopy(model)
@@ -112,6 +110,7 @@ def main() -> None:
     # What a user writes: the model as it is, a mesh, three hints.
     how: dict[str, Any] = {"mesh": MESH, "mode": "sharding_propagation", "pins": PINS}
     step = mw.train_step(model, adamw, example, loss=loss, **how)
+    first = step.rank == 0
 
     if first:
         introduce(model, text)

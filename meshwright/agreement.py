@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import WorldRank
 from meshwright.errors import RunError
+from meshwright.launchers import launched
 from meshwright.partition import Partition
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.sharded_update import updates
@@ -111,7 +111,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def own_device(device: torch.device) -> torch.device:
     """A device of this rank: the GPU of its own where none is named."""
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", launched().local_rank)
     return device
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from meshwright.launchers import launched
 from meshwright.plan.plan import Plan
 
 log = logging.getLogger("meshwright")
@@ -20,7 +20,7 @@ _shown: ContextVar[bool] = ContextVar("shown", default=False)
 def log_remarks(plan: Plan) -> Plan:
     """Log the remarks of a plan that no plan of this program has had yet; the plan. What changes cost or effect is a
     warning; what a search has chosen, what costs nothing and what describes the plan is information."""
-    if os.environ.get("RANK", "0") == "0" and not _shown.get():
+    if launched().rank == 0 and not _shown.get():
         choices = plan.claims.get("choices", ())
         for note in plan.notes:
             if (plan.fingerprint, note) not in _seen:

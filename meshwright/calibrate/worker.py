@@ -9,7 +9,6 @@ which rank 0 appends one JSON object a line: the machine, then for each row ``{"
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +27,7 @@ from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
+from meshwright.launchers import launched
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.rendezvous import Meeting, launched_world
 
@@ -75,7 +75,7 @@ def look(
 
 def connect(began: float) -> Bench:
     """The ranks of this job as one mesh of neighbours, with the groups that are measured."""
-    ranks, place = launched_world(), int(os.environ.get("LOCAL_RANK", "0"))
+    ranks, place = launched_world(), launched().local_rank
     mesh = Mesh.of(rank=ranks).linked({"rank": "rank"})
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.launch.interfaces import interface_of
 from meshwright.launch.nodes import Nodes, is_here
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.span import Span
+from meshwright.launchers.interfaces import interface_of
 from meshwright.scheduler import messages as m
 from meshwright.scheduler.client import FILE, Client, Place, Unreachable, connect
 from meshwright.scheduler.trust import SECRET

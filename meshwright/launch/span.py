@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import LOOPBACK
+from meshwright.launchers.interfaces import loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,6 @@ class Span:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank makes one
         }
-
-
-def loopback() -> str:
-    """The name of the loopback interface; empty where it has another one."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
 
 
 @dataclass
@@ -91,4 +86,4 @@ class Alone:
         return outcome, again
 
 
-__all__ = ["Alone", "Budget", "Span", "loopback"]
+__all__ = ["Alone", "Budget", "Span"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,11 +16,15 @@ from torch.distributed.rendezvous import rendezvous
 from meshwright import heartbeat
 from meshwright.core.cycles import rare_collection
 from meshwright.core.mesh import Mesh
-from meshwright.errors import MeshwrightError, PeerLost, RunError
+from meshwright.errors import LaunchError, MeshwrightError, PeerLost, RunError
+from meshwright.launchers import Launched, launched
+from meshwright.launchers.environment import TORCHRUN
+from meshwright.launchers.interfaces import interface_of, interface_to, loopback
+from meshwright.launchers.meeting_place import file_of
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
 from meshwright.runtime.scheduler_store import SchedulerStore
-from meshwright.runtime.stores import FileStore, PrefixStore, Store, put
+from meshwright.runtime.stores import FileStore, PrefixStore, Store, TCPStore, put
 from meshwright.scheduler.client import FILE as SCHEDULER_FILE
 
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
@@ -36,7 +41,7 @@ def load_compiler() -> None:
 
 def launched_world() -> int:
     """The number of ranks this process was launched with; 1 when it was started by hand."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched().world
 
 
 def check_world(mesh: Mesh) -> None:
@@ -54,7 +59,7 @@ def _store(timeout: timedelta) -> tuple[Store, int, int]:
     its user can open; with other launchers it is what ``init_process_group()`` would take."""
     file = heartbeat.store()
     if file is None:
-        return next(rendezvous("env://", timeout=timeout))
+        return _store_elsewhere(launched(), timeout)
     scheduler = file.with_name(SCHEDULER_FILE)
     if scheduler.exists():  # over several machines
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -62,6 +67,51 @@ def _store(timeout: timedelta) -> tuple[Store, int, int]:
     store = FileStore(str(file))
     store.set_timeout(timeout)
     return store, int(os.environ["RANK"]), launched_world()
+
+
+def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, int]:
+    """The same where another launcher than ours has started the ranks."""
+    if mine.launcher == TORCHRUN:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise LaunchError(
+                f"RANK and WORLD_SIZE are set, {missing[0]} is not",
+                why="ranks meet at the port of rank 0",
+                hint="start all ranks with one launcher: meshwright run, torchrun, mpirun, srun",
+            )
+        return next(rendezvous("env://", timeout=timeout))
+    name = _interface(mine)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+        os.environ.setdefault(variable, name)
+    if not mine.address:
+        store: Store = FileStore(str(file_of(mine, timeout.total_seconds())), mine.world)
+        store.set_timeout(timeout)
+    else:
+        store = TCPStore(mine.address, mine.port, mine.world, mine.rank == 0, timeout)
+    return store, mine.rank, mine.world
+
+
+def _interface(mine: Launched) -> str:
+    """The network for tensors: the one through which rank 0 is reached. Raises LaunchError on a rank 0 that is on
+    another machine than the launcher says."""
+    if mine.alone:
+        return loopback()
+    if mine.rank:
+        return interface_to(mine.address, mine.port)
+    try:
+        own = socket.getaddrinfo(mine.address, mine.port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise LaunchError(
+            f"the host {mine.address} is unknown", why=f"MASTER_ADDR: {error.strerror}"
+        ) from None
+    name = interface_of(str(own))
+    if not name:
+        raise LaunchError(
+            f"rank 0 is not on {mine.address}",
+            why="the other ranks would look for it there",
+            hint="MASTER_ADDR=HOST, a name or an address by which all machines reach that of rank 0",
+        )
+    return "" if name == loopback() else name  # a machine may know its own name as a loopback address
 
 
 class _StoreChannel:

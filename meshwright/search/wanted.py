@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import Techniques
 from meshwright.errors import MeshError, a_type
+from meshwright.launchers import launched
 from meshwright.pipeline.meshes import own_meshes
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
@@ -58,7 +58,7 @@ def mesh_from(mesh: MeshLike, graph: Graph | None = None) -> Mesh:
             return Mesh.of(ranks=mesh)
         case None:
             found = mesh_of_pins(graph) if graph is not None else None
-            return found or Mesh.of(ranks=int(os.environ.get("WORLD_SIZE", "1")))
+            return found or Mesh.of(ranks=launched().world)
     empty = "no axes" if isinstance(mesh, Mapping) else f"{a_type(mesh)}"
     raise MeshError(
         f"mesh={mesh!r} is not a mesh",

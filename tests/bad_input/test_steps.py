@@ -37,6 +37,7 @@ def test_a_plan_for_more_ranks_than_were_launched_is_refused_before_anything_sta
 
 
 def test_a_plan_for_fewer_ranks_than_were_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     model, batch, loss = built()
     with pytest.raises(RunError, match=r"4 ranks .*, 8 were launched"):

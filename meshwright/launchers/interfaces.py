@@ -9,10 +9,13 @@ import socket
 import struct
 from pathlib import Path
 
-from meshwright.launch.span import loopback
-
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 OF_IPV6 = Path("/proc/net/if_inet6")
+
+
+def loopback() -> str:
+    """The name of the loopback interface; empty where it has another one."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
 
 
 def interface_of(address: str) -> str:
@@ -38,4 +41,15 @@ def interface_of(address: str) -> str:
     return ""
 
 
-__all__ = ["interface_of"]
+def interface_to(address: str, port: int) -> str:
+    """The interface through which another machine is reached; empty where none is found, or it is this machine."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # of datagrams: nothing is sent
+            own = str(probe.getsockname()[0])
+        return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else interface_of(own)
+    return ""
+
+
+__all__ = ["interface_of", "interface_to", "loopback"]
