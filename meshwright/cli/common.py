@@ -66,6 +66,32 @@ WithOption = Annotated[
         help="Such as 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
     ),
 ]
+TRUST = "Trust"
+SecretOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The secret of the job; the scheduler's machine makes the file. Also MESHWRIGHT_SECRET_FILE, "
+        "MESHWRIGHT_SECRET.",
+        rich_help_panel=TRUST,
+    ),
+]
+CertificatesOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="ca.pem, cert.pem and key.pem for TLS; if left out, they are made for the job.",
+        rich_help_panel=TRUST,
+    ),
+]
+InsecureOption = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="No secret and no TLS: whoever reaches the port is trusted.",
+        rich_help_panel=TRUST,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.common import CertificatesOption, InsecureOption, SecretOption
+
 # What stands after the script is the script's own, options too.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 SEVERAL = "Several machines"
@@ -139,30 +141,17 @@ def run(
             rich_help_panel=SEVERAL,
         ),
     ] = None,
-    secret: Annotated[
+    rank_table: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The secret of the job; machine 0 makes the file. Also MESHWRIGHT_SECRET_FILE, MESHWRIGHT_SECRET.",
+            help="Machines and ranks from a rank table as MindSpore's (JSON). Also RANK_TABLE_FILE.",
             rich_help_panel=SEVERAL,
         ),
     ] = None,
-    certificates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="ca.pem, cert.pem and key.pem for TLS; if left out, they are made for the job.",
-            rich_help_panel=SEVERAL,
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="No secret and no TLS: whoever reaches the port is trusted.",
-            rich_help_panel=SEVERAL,
-        ),
-    ] = False,
+    secret: SecretOption = None,
+    certificates: CertificatesOption = None,
+    insecure: InsecureOption = False,
     cluster_time_out: Annotated[
         str,
         typer.Option(
@@ -178,17 +167,16 @@ def run(
     The exit code is that of the rank that failed first.
     """
     from meshwright.errors import LaunchError
+    from meshwright.launch.from_table import with_table
     from meshwright.launch.job import Job, check, count, duration
     from meshwright.launch.nodes import placed
 
+    typed = {
+        "nproc": nproc, "nnodes": nnodes, "world": world_size, "index": node_rank, "master_at": master, "id": node_id
+    }  # fmt: skip
     nodes, counts = placed(
         os.environ,
-        nproc=nproc,
-        nnodes=nnodes,
-        world=world_size,
-        index=node_rank,
-        master_at=master,
-        id=node_id,
+        **with_table(rank_table, os.environ, typed),
         secret=secret,
         certificates=certificates,
         insecure=insecure,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.common import CertificatesOption, InsecureOption, SecretOption
+
 
 def scheduler(
     listen: Annotated[
@@ -43,22 +45,9 @@ def scheduler(
             envvar="MS_NODE_TIMEOUT",
         ),
     ] = "30",
-    secret: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The secret of the job; made if it is not there. Also MESHWRIGHT_SECRET."
-        ),
-    ] = None,
-    certificates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="ca.pem, cert.pem and key.pem for TLS; if left out, they are made for the job.",
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="No secret and no TLS: whoever reaches the port is trusted.")
-    ] = False,
+    secret: SecretOption = None,
+    certificates: CertificatesOption = None,
+    insecure: InsecureOption = False,
     stay: Annotated[bool, typer.Option("--stay", help="Go on when the job has ended.")] = False,
 ) -> None:
     """Own the members, the keys and the values of a job over several machines.

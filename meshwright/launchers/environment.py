@@ -12,9 +12,11 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshwright.errors import LaunchError
-from meshwright.launchers import hostlist
+from meshwright.launchers import hostlist, rank_table
+from meshwright.launchers.rank_table import VARIABLE
 
 PORT = 29500  # where rank 0 waits unless something better is known, as torch's
 PORTS = range(20000, 30000)  # of jobs that have a name: below those that systems give to outgoing connections
@@ -26,7 +28,8 @@ URI_ADDRESS = re.compile(r";tcp://([0-9.]+)")
 class Launched:
     """Rank `rank` of `world`. `launcher`: empty for a process that was started by hand. `local_rank` of `local_world`
     on this machine; 0 ranks where that is unknown. `address` and `port`: where rank 0 waits for the others; empty where
-    all ranks are on this machine, or torch reads them itself. `dealt`: ranks go to machines in turn."""
+    all ranks are on this machine, or torch reads them itself. `dealt`: ranks go to machines in turn. `job`: its name,
+    where it has one."""
 
     launcher: str = ""
     rank: int = 0
@@ -36,6 +39,7 @@ class Launched:
     address: str = ""
     port: int = 0
     dealt: bool = False
+    job: str = ""
 
     @property
     def alone(self) -> bool:
@@ -108,7 +112,7 @@ def launched(environment: Environment | None = None) -> Launched:
                 f"PMIX_RANK is {env['PMIX_RANK']}, and no variable says how many ranks there are",
                 hint="set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in what starts the ranks",
             )
-        return Launched()
+        return _of_table(env) if VARIABLE in env else Launched()
     if rows[0].name == TORCHRUN and "TORCHELASTIC_RUN_ID" in env:  # whatever has started it
         rows = rows[:1]
     first, *others = [(row, _read(row, env)) for row in rows]
@@ -124,7 +128,36 @@ def launched(environment: Environment | None = None) -> Launched:
     ]
     if first[0].name == TORCHRUN:
         return found
-    return _placed(replace(found, dealt=_dealt(found, env)), agreed, env)
+    known = next((a for a in (row.address(env) for row in agreed) if a), "")
+    job = ".".join(env.get(name, "") for row in agreed for name in row.job).strip(".")
+    return _placed(replace(found, dealt=_dealt(found, env)), known, job, env)
+
+
+def _of_table(env: Environment) -> Launched:
+    """The rank RANK_ID of a rank table, whose other ranks were started by hand, too."""
+    if "RANK_ID" not in env:
+        raise LaunchError(
+            f"{VARIABLE} is set, RANK_ID is not",
+            why="the table says where ranks are, and RANK_ID which one this is",
+            hint=f"unset {VARIABLE}, or meshwright run --rank-table FILE, which starts them",
+        )
+    path = Path(env[VARIABLE])
+    table = rank_table.read(path, VARIABLE)
+    said = {name: env[name] for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID") if name in env}
+    for name, text in said.items():
+        if not text.isdecimal():
+            raise LaunchError(f"{name} is {text!r:.40}", why="it is a whole number, at least 0")
+    rank = int(said["RANK_ID"])
+    if rank >= table.world:
+        raise LaunchError(f"RANK_ID is {rank}", why=f"{path} has ranks from 0 to {table.world - 1}")
+    server, local = table.place(rank)
+    device = int(server.device[local].device_id)
+    for name, number in (("RANK_SIZE", table.world), ("DEVICE_ID", device)):
+        if int(said.get(name, number)) != number:
+            raise LaunchError(f"{name} is {said[name]}", why=f"{path} says {number} for rank {rank}")
+    job = f"table{zlib.crc32(path.read_bytes())}"
+    found = Launched("rank table", rank, table.world, device, len(server.device), job=job)
+    return _placed(found, table.server_list[0].address, job, env)
 
 
 def _read(row: Launcher, env: Environment) -> Launched:
@@ -185,14 +218,13 @@ def _two(one: Launcher, other: Launcher, env: Environment) -> LaunchError:
     )
 
 
-def _placed(found: Launched, rows: list[Launcher], env: Environment) -> Launched:
-    """With the place of rank 0, where it is needed."""
+def _placed(found: Launched, known: str, job: str, env: Environment) -> Launched:
+    """With the place of rank 0, where it is needed. `known`: where the launcher says that it is."""
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if found.world == 1 or (found.alone and not address and not port):
         return found
     if not address:
-        known = (row.address(env) for row in rows)
-        address = "127.0.0.1" if found.alone else next((a for a in known if a), "")
+        address = "127.0.0.1" if found.alone else known
     if not address:
         raise LaunchError(
             f"MASTER_ADDR is not set, and {found.launcher} does not say on which machine rank 0 is",
@@ -201,7 +233,6 @@ def _placed(found: Launched, rows: list[Launcher], env: Environment) -> Launched
         )
     if port and not (port.isdecimal() and 1024 <= int(port) <= 65535):
         raise LaunchError(f"MASTER_PORT is {port!r:.40}", why="a port is a number from 1024 to 65535")
-    job = ".".join(env.get(name, "") for row in rows for name in row.job).strip(".")
     own = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else PORT
     return replace(found, address=address, port=int(port) if port else own)
 

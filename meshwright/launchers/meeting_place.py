@@ -2,7 +2,7 @@
 
 Rank 0 listens at a socket in a folder that only its user can open, and tells each other rank the name of a new file; it
 stops listening once all have come, so that nobody meets an earlier program of the same launcher there. The socket's
-name is that of the launcher's process: the nearest ancestor that is not itself a rank.
+name is that of the job, else of the launcher's process: the nearest ancestor that is not itself a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSWER_SECONDS = 10.0  # for a rank that has connected to say which it is
 def file_of(mine: Launched, seconds: float) -> Path:
     """A file for all ranks of this job, in which nothing is yet. Raises LaunchError for ranks that do not come."""
     folder = _folder()
-    path = folder / f"{_launcher(mine)}.socket"
+    path = folder / f"{mine.job or _launcher(mine)}.socket"
     return _give(mine, folder, path, seconds) if mine.rank == 0 else _take(mine, path, seconds)
 
 
