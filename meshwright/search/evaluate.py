@@ -9,6 +9,7 @@ layers add the same. So 100 layers are evaluated as quickly as four.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from meshwright.predict.step_time import step_times
 from meshwright.search.layer_groups import Folded, shortened
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques.apply import apply
+from meshwright.search.techniques.layers import layers_of
 
 NUMBER = re.compile(r"(?<=_to)\d+")  # of a reshard, where a value has several
 
@@ -92,7 +94,7 @@ class Evaluator:
         if self.techniques.names_layers or self.folds.is_whole:
             return self.in_full(choice)
         repeats = self.folds.repeats
-        few = [min(self._least, count) for count in repeats]
+        few = [min(self._least(layers), count) for layers, count in zip(self._layers, repeats, strict=True)]
         short = self._run(choice, few)
         hosted = short.host_bytes
         times = tuple(count - k for count, k in zip(repeats, few, strict=True))
@@ -135,7 +137,7 @@ class Evaluator:
         last, and grows as these do.
         """
         counts = self.folds.repeats
-        last = [self._of_copies(short, long) for long in longer]
+        last = [self._of_copies(short, long, n) for long, n in zip(longer, self._layers, strict=True)]
         adds = {  # bytes that one more of each kind of layer adds
             i: [long.get(ends.get(i, i), size) - size for long, ends in zip(longer, last, strict=True)]
             for i, size in short.items()
@@ -155,21 +157,28 @@ class Evaluator:
                 found.setdefault(instant, []).append(_line(size, more, counts, each))
         return found
 
-    @property
-    def _least(self) -> int:
-        """Copies of which one is like those between. Techniques look at the next layer: there the first and the last
-        differ, which two have not. Activations come back from the host further ahead: backward of the first three
-        copies has less to bring, and that of the last two has less with it."""
-        if self._ahead:
-            return 5
-        return 3 if self.techniques.non_defaults() else 2
+    def _least(self, layers: int) -> int:
+        """Copies of which one is like those between, each of so many layers. Techniques look at the next layer: there
+        the first and the last differ, which two have not. Activations come back from the host further ahead: backward
+        of the first three layers has less to bring, and that of the last two has less with it."""
+        ends = 5 if self._ahead else 3 if self.techniques.non_defaults() else 2
+        return max(2, math.ceil(ends / layers))
+
+    @functools.cached_property
+    def _layers(self) -> tuple[int, ...]:
+        """How many layers a copy of each folded run has: two where local and global attention take turns."""
+        starts = {layer.nodes[0].name for layer in layers_of(self.folds.full)}
+        nodes = self.folds.full.nodes
+        copies = [run.copy(1) for run in self.folds.runs if run.count > 2]
+        return tuple(max(1, sum(nodes[n].name in starts for n in copy)) for copy in copies)
 
     @property
     def _ahead(self) -> bool:
         return ACTIVATIONS in self.techniques.offload
 
-    def _of_copies(self, short: Mapping[str, int], long: Mapping[str, int]) -> dict[str, str]:
+    def _of_copies(self, short: Mapping[str, int], long: Mapping[str, int], layers: int) -> dict[str, str]:
         """Instants of the last of a few copies, in their order → those of the last of one more."""
+        unlike = 2 if self._ahead and layers == 1 else 1
         added = {self._stands(i): i for i in long if i not in short}
         copies: dict[str, list[str]] = {}
         for instant in short:
@@ -178,7 +187,7 @@ class Evaluator:
         found: dict[str, str] = {}
         for stands, each in copies.items():
             # By number and not in the order of time: backward meets the last copy first, forward meets it last.
-            ends = sorted(each, key=self._number)[-2 if self._ahead else -1 :]
+            ends = sorted(each, key=self._number)[-unlike:]
             found |= zip(ends, [*ends[1:], added[stands]], strict=True)
         return found
 

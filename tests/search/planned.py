@@ -15,6 +15,7 @@ from meshwright.examples import gpt, llama, mlp, recommender, zoo
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
+from tests.mixtures import mixture
 from tests.partition.models import UNEVEN
 
 SEARCHES = ("recursive_programming", "dynamic_programming", "auto")
@@ -50,6 +51,10 @@ MODELS: dict[str, Any] = {
     "deep mlp": lambda: tower(
         64, 16, 32
     ),  # far less crosses between two layers than within all, or than weights have
+    # Layers with local and global attention in turn.
+    "wide gpt-oss": functools.partial(
+        mixture, "GptOss", batch=8, num_hidden_layers=10, hidden_size=128, head_dim=32, sliding_window=4
+    ),
     "wide gpt": functools.partial(zoo.hugging_face, "gpt2", hidden=144, layers=6, batch=12, sequence=12),
 }
 PINS: dict[str, dict[str, dict[str, str]]] = {

@@ -97,6 +97,23 @@ def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, ob
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"recompute": "full", "slice_activation": True}, {"recompute": "selective", "offload": ACTIVATIONS}],
+    ids=str,
+)
+def test_layers_of_two_kinds_in_turn_are_judged_from_a_few_as_from_all(asked: dict[str, object]) -> None:
+    """A copy of a local and a global layer has two: fewer copies show the first and the last, and one between."""
+    planner = planner_of("wide gpt-oss", "2", "gpu")
+    space = planner.space(named([[0]]))
+    choice = space.choice(solve(space.problem()).states)
+    evaluator = planner.under(techniques_from(asked)).evaluator
+    assert evaluator is not None and planner.folds.repeats == (5,)
+    few, full = evaluator(choice), evaluator.in_full(choice)
+    assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-9), (few, full)
+    assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("micro_batches", (1, 2))
 def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(micro_batches: int) -> None:
     """Beside layers that are computed again it comes further ahead: in three or four layers there is always less to
