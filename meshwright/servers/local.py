@@ -41,7 +41,7 @@ class Local:
                 if number not in found:
                     reply = self.servers[number].answer(request, tensors)
                     if not isinstance(reply[0], m.Wait):
-                        found[number] = reply
+                        found[number] = (reply[0], [tensor.clone() for tensor in reply[1]])
             return len(found) == len(requests)
 
         with self._changed:

@@ -49,7 +49,8 @@ class Server:
         self.counts = Counts()
 
     def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
-        """The answer to a request. A request that is refused changes nothing."""
+        """The answer to a request. A request that is refused changes nothing. Values in step may be the server's own
+        tensors, which it changes with the worker's next push."""
         try:
             match request:
                 case m.Declare():
@@ -198,7 +199,11 @@ class Server:
             return m.Wait(), []
         self.counts.pulls += 1
         self.counts.oldest = max(self.counts.oldest, request.clock - self.clocks.least())
-        values = [stored.tensor.detach().clone() for stored in dense]  # while it is sent, others push
+        values = [stored.tensor.detach() for stored in dense]
+        if (
+            self.clocks.bound != 0
+        ):  # others may push while it is sent; in step, no update happens without this worker
+            values = [tensor.clone() for tensor in values]
         values += [stored.read(ids) for stored, ids in tables]
         return m.Values(self.clocks.least(), self.counts.updates), values
 
