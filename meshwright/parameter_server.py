@@ -7,6 +7,7 @@ all-reduced among the workers and updated on each, as by `mw.manual_step`.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from meshwright.servers.declared import Optimizers, declared
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
+from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
-from meshwright.servers.shards import Options, spread
-from meshwright.servers.sockets import COUNT, FOLDER, Remote
+from meshwright.servers.shards import MOST_SERVERS, Options, spread
+from meshwright.servers.sockets import COUNT, FOLDER, WANTED, Remote
 from meshwright.servers.worker import Worker
 
 STEP = "meshwright_server_step"
@@ -47,6 +49,32 @@ def examples(batch: Any) -> float:
         why="it has no tensor with a dim",
         hint="mw.parameter_server(…, weight=lambda batch: …)",
     )
+
+
+class Move:
+    """Blocks on their way to other servers, in a thread. `wait` returns when they are there, or raises ServerError."""
+
+    def __init__(self, transport: Transport, declare: m.Declare, servers: range) -> None:
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                use_servers(transport, declare, servers)
+            except BaseException as error:
+                self._error = error
+            finally:
+                transport.close()
+
+        self._thread = threading.Thread(target=run, name="moving blocks", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether the move is done; after `seconds` at the latest. The move may need a step of the worker that
+        waits: call it after the last step, or with a limit."""
+        self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
 
 
 class ServerStep:
@@ -79,8 +107,8 @@ class ServerStep:
         count, number = launched_world(), int(os.environ.get("RANK", "0"))
         transport, servers = _transport(count)
         job = Path(os.environ.get(FOLDER, "alone")).name
-        declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
-        self.worker = Worker(transport, number, declare)
+        self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
+        self.worker = Worker(transport, number, self._declare)
         if number == 0:
             self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))
         self.worker.join()
@@ -184,6 +212,23 @@ class ServerStep:
         self.model.register_state_dict_pre_hook(before)
         self.model.register_state_dict_post_hook(completed)
         self.model.register_load_state_dict_pre_hook(refused)
+
+    def use_servers(self, count: int) -> Move:
+        """Spread the parameters over another number of servers of `meshwright run`, while training goes on. One worker
+        calls it. Raises ServerError without such servers.
+
+        The move runs beside the steps: workers wait only while blocks are copied. Values and moments stay the same.
+        """
+        transport = self.worker.transport
+        if not is_whole(count) or not 1 <= count <= MOST_SERVERS or not isinstance(transport, Remote):
+            why = "servers are processes that meshwright run starts" if is_whole(count) else "it is a number"
+            raise ServerError(
+                f"use_servers({count!r}) cannot be done", why=why, hint="meshwright run --servers 2 …"
+            )
+        part = transport.folder / f"{WANTED}.part"
+        part.write_text(str(count))
+        part.rename(transport.folder / WANTED)
+        return Move(Remote(transport.folder), self._declare, range(count))
 
     def close(self) -> None:
         """Leave the job: the other workers no longer wait for this one."""

@@ -40,6 +40,7 @@ class Servers:
     def _restart(self) -> None:
         """Start servers again that were killed, or let workers know that their values are lost."""
         while not self._ending.wait(POLL_SECONDS):
+            self._start_more()
             for number, process in enumerate(self.processes):
                 status = process.poll()
                 if status is None or (self.folder / f"{number}.lost").exists():
@@ -55,6 +56,15 @@ class Servers:
                     part = self.folder / f"{number}.part"
                     part.write_text(why)
                     part.rename(self.folder / f"{number}.lost")
+
+    def _start_more(self) -> None:
+        """Start the servers that `ServerStep.use_servers` asks for."""
+        try:
+            wanted = int((self.folder / "wanted").read_text())
+        except (OSError, ValueError):  # nobody does, or it is being written
+            return
+        while len(self.processes) < min(wanted, MOST_SERVERS):
+            self.processes.append(self._start(len(self.processes)))
 
     def end(self) -> None:
         self._ending.set()

@@ -76,6 +76,60 @@ class Push(Message, frozen=True):
     options: dict[str, Options] = {}
 
 
+# Moving blocks to other servers, see `moving.py`.
+class Hold(Message, frozen=True):
+    """Accept no more pushes, until `mover` sends a map. Answered by `Held`."""
+
+    model: str
+    mover: str
+
+
+class Allow(Message, frozen=True):
+    """Accept pushes until each worker has this clock."""
+
+    model: str
+    clocks: dict[int, int]
+
+
+class Reached(Message, frozen=True):
+    """Answered when all workers have the clocks that were allowed, and nothing waits to be applied."""
+
+    model: str
+
+
+class Resume(Message, frozen=True):
+    """To a server that has just been declared: the clocks of the workers, and options that have changed."""
+
+    model: str
+    clocks: dict[int, int]
+    left: dict[int, int]
+    options: dict[str, Options]
+
+
+class Take(Message, frozen=True):
+    """Answered by `Taken`."""
+
+    model: str
+    parameter: str
+    block: int
+
+
+class Give(Message, frozen=True):
+    """A block as it was taken: one tensor for each of `names`."""
+
+    model: str
+    parameter: str
+    block: int
+    names: tuple[str, ...]
+
+
+class Remap(Message, frozen=True):
+    """Forget what is elsewhere now, and accept pushes again."""
+
+    model: str
+    map: ShardMap
+
+
 # Answers.
 class Done(Message, frozen=True):
     """`repeated`: it had been done before."""
@@ -102,6 +156,17 @@ class Values(Message, frozen=True):
     updates: int
 
 
+class Held(Message, frozen=True):
+    clocks: dict[int, int]
+    left: dict[int, int]
+    options: dict[str, Options]
+    map: ShardMap
+
+
+class Taken(Message, frozen=True):
+    names: tuple[str, ...]
+
+
 class Wait(Message, frozen=True):
     """Not yet: ask again when something has changed."""
 
@@ -121,25 +186,40 @@ class Refused(Message, frozen=True):
         return ServerError(self.what, why=self.why, hint=self.hint)
 
 
-Request = Declare | Fill | Join | Leave | Pull | Push
-Answer = Done | Declared | Joined | Values | Wait | Moved | Refused
+Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
+Request = Declare | Fill | Join | Leave | Pull | Push | Moving
+Changing = (
+    Declare | Fill | Join | Leave | Push | Hold | Allow | Resume | Give | Remap
+)  # and must outlive a server
+Answer = Done | Declared | Joined | Values | Held | Taken | Wait | Moved | Refused
 
 
 __all__ = [
+    "Allow",
     "Answer",
+    "Changing",
     "Declare",
     "Declared",
     "Done",
     "Fill",
+    "Give",
+    "Held",
+    "Hold",
     "Join",
     "Joined",
     "Leave",
     "Message",
     "Moved",
+    "Moving",
     "Pull",
     "Push",
+    "Reached",
     "Refused",
+    "Remap",
     "Request",
+    "Resume",
+    "Take",
+    "Taken",
     "Tensors",
     "Values",
     "Wait",

@@ -47,6 +47,9 @@ class Server:
         self.stored: dict[str, Stored] = {}
         self.rounds: dict[int, dict[int, Gradients]] = {}
         self.counts = Counts()
+        # while blocks move: the clocks up to which pushes are accepted, and who moves them
+        self.allowed: dict[int, int] | None = None
+        self.mover = ""
 
     def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
         """The answer to a request. A request that is refused changes nothing. Values in step may be the server's own
@@ -68,6 +71,9 @@ class Server:
                     return self._pull(request, tensors)
                 case m.Push():
                     return self._push(request, tensors), []
+                case _:
+                    self._check_model(request.model)
+                    return self._move(request, tensors)
         except ServerError as error:
             self.counts.refused += 1
             return m.Refused(error.what, error.why, error.hint), []
@@ -142,6 +148,8 @@ class Server:
     def _join(self, request: m.Join) -> m.Answer:
         """A worker begins with a round that is not yet applied, so that all servers can wait for it from there on."""
         self._check_model(request.model)
+        if self.allowed is not None:
+            return m.Wait()
         begins = request.clock
         if request.worker not in self.clocks.of:
             first = self.clocks.left.get(request.worker, 0)
@@ -183,7 +191,7 @@ class Server:
     def _pull(self, request: m.Pull, tensors: m.Tensors) -> Reply:
         self._check_worker(request)
         if request.map != self.map.version:
-            return m.Moved(self.map), []
+            return self._other_map(request.map), []
         if request.clock != (clock := self.clocks.of[request.worker]):
             raise ServerError(
                 f"worker {request.worker} reads for step {request.clock}", why=f"its next one is {clock}"
@@ -207,6 +215,10 @@ class Server:
         values += [stored.read(ids) for stored, ids in tables]
         return m.Values(self.clocks.least(), self.counts.updates), values
 
+    def _other_map(self, version: int) -> m.Answer:
+        """The map here, for a worker with an older one; one with a newer one asks again."""
+        return m.Moved(self.map) if version < self.map.version else m.Wait()
+
     def _here(self, name: str) -> Stored:
         stored = self._stored(name, False)
         if self.map.owners[name] != (self.number,):
@@ -227,6 +239,62 @@ class Server:
             self._stored(name).local(ids)
         return ids
 
+    # ---- blocks that move to other servers
+
+    def _move(self, request: m.Moving, tensors: m.Tensors) -> Reply:
+        match request:
+            case m.Hold():
+                if self.mover not in ("", request.mover):
+                    raise ServerError("blocks are moving already", hint="wait for that move")
+                self.allowed, self.mover = {} if self.allowed is None else self.allowed, request.mover
+                options = {name: stored.options for name, stored in self.stored.items()}
+                return m.Held(dict(self.clocks.of), dict(self.clocks.left), options, self.map), []
+            case m.Allow():
+                self.allowed = dict(request.clocks)
+            case m.Reached():
+                behind = any(clock < (self.allowed or {}).get(w, 0) for w, clock in self.clocks.of.items())
+                return (m.Wait() if behind or self.rounds else m.Done()), []
+            case m.Resume():
+                self.clocks.of, self.clocks.left, self.clocks.expected = (
+                    dict(request.clocks),
+                    dict(request.left),
+                    0,
+                )
+                self.allowed = {}
+                for name, options in request.options.items():
+                    self._stored(name).set_options(options)
+            case m.Take():
+                stored = self._stored(request.parameter)
+                if request.block not in stored.blocks:
+                    raise ServerError(f"block {request.block} of {request.parameter} is not here")
+                parts = stored.take(request.block)
+                return m.Taken(tuple(parts)), list(parts.values())
+            case m.Give():
+                stored = self._stored(request.parameter)
+                if request.block in stored.blocks:
+                    return m.Done(repeated=True), []
+                if self.allowed is None:
+                    raise ServerError(
+                        f"a block of {request.parameter} comes while workers push", hint="hold first"
+                    )
+                stored.put({request.block: dict(zip(request.names, tensors, strict=False))})
+            case m.Remap():
+                return self._remap(request.map), []
+        return m.Done(), []
+
+    def _remap(self, new: ShardMap) -> m.Answer:
+        if new.version <= self.map.version:
+            return m.Done(repeated=True)
+        mine = new.blocks_of(self.number)
+        for name, blocks in mine.items():
+            if gone := [b for b in blocks if b not in self._stored(name).blocks]:
+                raise ServerError(f"block {gone[0]} of {name} has not come")
+        for name, stored in self.stored.items():
+            if left := [b for b in stored.blocks if b not in mine.get(name, ())]:
+                stored.drop(left)
+        self.map, self.allowed, self.mover = new, None, ""
+        return m.Done()
+
     # ---- gradients
 
     def _push(self, request: m.Push, tensors: m.Tensors) -> m.Answer:
@@ -236,7 +304,9 @@ class Server:
             self.counts.repeated += 1
             return m.Done(repeated=True)
         if request.map != self.map.version:
-            return m.Moved(self.map)
+            return self._other_map(request.map)
+        if self.allowed is not None and request.clock >= self.allowed.get(request.worker, 0):
+            return m.Wait()
         if request.clock > clock:
             raise ServerError(
                 f"worker {request.worker} pushes step {request.clock}", why=f"its next one is {clock}"

@@ -19,7 +19,6 @@ from meshwright.servers.wire import Malformed
 
 GONE_SECONDS = 1.0  # for which a worker may be away
 RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears when it asks for something
-CHANGES = m.Declare | m.Fill | m.Join | m.Leave | m.Push
 
 
 class Serving:
@@ -93,7 +92,7 @@ class Serving:
     def _answered(self, body: m.Request, tensors: m.Tensors) -> Reply:
         """Answer, and write down what has changed something before anybody hears of it."""
         reply = self.server.answer(body, tensors)
-        changes = isinstance(body, CHANGES) and not isinstance(reply[0], m.Refused | m.Wait | m.Moved)
+        changes = isinstance(body, m.Changing) and not isinstance(reply[0], m.Refused | m.Wait | m.Moved)
         if changes and not (isinstance(reply[0], m.Done) and reply[0].repeated):
             if self.journal is not None:
                 self.journal.write(self.server, body, tensors)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 BLOCKS = 64  # of a table: what 64 servers share evenly
+MOST_SERVERS = BLOCKS  # of which each has a block of every large table
 Option = bool | int | float | tuple[float, float] | None
 Options = dict[str, Option]
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -129,4 +130,15 @@ def moves(before: ShardMap, after: ShardMap) -> list[Move]:
     ]
 
 
-__all__ = ["Move", "Option", "Options", "Parameter", "ShardMap", "Start", "fingerprint", "moves", "spread"]
+__all__ = [
+    "MOST_SERVERS",
+    "Move",
+    "Option",
+    "Options",
+    "Parameter",
+    "ShardMap",
+    "Start",
+    "fingerprint",
+    "moves",
+    "spread",
+]

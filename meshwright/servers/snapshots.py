@@ -43,6 +43,8 @@ class Record(msgspec.Struct, frozen=True):
     blocks: dict[str, tuple[int, ...]]
     options: dict[str, Options]
     waiting: tuple[Waiting, ...]
+    allowed: dict[int, int] | None
+    mover: str
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def copy(server: Server) -> Snapshot:
         {name: tuple(stored.blocks) for name, stored in server.stored.items()},
         {name: stored.options for name, stored in server.stored.items()},
         tuple(waiting),
+        server.allowed,
+        server.mover,
     )
     return Snapshot(record, tensors)
 
@@ -104,6 +108,7 @@ def read(path: Path, number: int) -> Server:
         server.begin(record.declared, record.map, fill_rows=False)
     server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
     server.clocks.expected, server.counts = record.expected, record.counts
+    server.allowed, server.mover = record.allowed, record.mover
     for name, stored in server.stored.items():
         held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
         stored.restore(record.blocks[name], held, record.options[name])

@@ -19,6 +19,7 @@ from meshwright.servers.wire import Malformed, pieces, read
 
 FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
 COUNT = "servers"  # the file in it with their number
+WANTED = "wanted"  # the file with the number that the launcher shall have started
 BUFFER_BYTES = 4 << 20
 RETRY_SECONDS = 0.02
 AWAY_SECONDS = 30.0  # for which a server may be away
@@ -135,4 +136,15 @@ class Remote:
             self._lost(number)
 
 
-__all__ = ["COUNT", "FOLDER", "TURN_SECONDS", "Remote", "address", "lost", "receive", "send", "widen"]
+__all__ = [
+    "COUNT",
+    "FOLDER",
+    "TURN_SECONDS",
+    "WANTED",
+    "Remote",
+    "address",
+    "lost",
+    "receive",
+    "send",
+    "widen",
+]

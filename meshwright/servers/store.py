@@ -6,7 +6,8 @@ begins. So a table has one optimizer, and one update touches all its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -116,7 +117,7 @@ class Stored:
             self._first[block] = sum(len(self.parameter.rows_of(b)) for b in self.blocks)
             self.blocks.append(block)
         self.tensor.data = grown.pop(VALUES)
-        self.optimizer.state[self.tensor].update(grown)
+        self.optimizer.state[self.tensor].update(_as_kept(grown))
 
     def drop(self, blocks: list[int]) -> None:
         """Forget blocks that another server has."""
@@ -144,7 +145,7 @@ class Stored:
         self.tensor.data = values
         state = self.optimizer.state[self.tensor]
         state.clear()
-        state.update({k: v for k, v in tensors.items() if k != VALUES})
+        state.update(_as_kept({k: v for k, v in tensors.items() if k != VALUES}))
         self.blocks = list(blocks)
         at = 0
         for block in blocks:
@@ -152,14 +153,13 @@ class Stored:
             at += len(self.parameter.rows_of(block))
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return {k: v for k, v in self.optimizer.state[self.tensor].items() if isinstance(v, torch.Tensor)}
+        return _tensors(self.optimizer.state[self.tensor])
 
     def _with_state(self, block: int, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A block with the state that its optimizer begins with, where none came."""
         self._check(block, parts)
         fresh = torch.nn.Parameter(parts[VALUES])
-        begun = optimizer_of(self.parameter, fresh).state[fresh]
-        return {**{k: v for k, v in begun.items() if isinstance(v, torch.Tensor)}, **parts}
+        return {**_tensors(optimizer_of(self.parameter, fresh).state[fresh]), **parts}
 
     def _check(self, block: int, parts: dict[str, torch.Tensor]) -> None:
         parameter, values = self.parameter, parts.get(VALUES)
@@ -171,6 +171,17 @@ class Stored:
             raise ServerError(
                 f"block {block} of {parameter.name} is {found}", why=f"it is {parameter.dtype} {shape}"
             )
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """An optimizer's state as tensors; some keep a count of steps as an int."""
+    kept = {k: torch.tensor(v) if type(v) is int else v for k, v in state.items()}
+    return {k: v for k, v in kept.items() if isinstance(v, torch.Tensor)}
+
+
+def _as_kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The state itself: a count that is an int64 was an int."""
+    return {k: int(v) if v.dim() == 0 and v.dtype == torch.int64 else v for k, v in tensors.items()}
 
 
 __all__ = ["VALUES", "Stored"]

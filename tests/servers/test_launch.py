@@ -18,7 +18,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.procs
 def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
-    done = run("--servers", "2", "--workers", "2", "--server-state", str(tmp_path), str(SCRIPT), "kill")
+    done = run(
+        "--servers", "2", "--workers", "2", "--server-state", str(tmp_path), str(SCRIPT), "kill", "move"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device" in done.stdout
     assert done.stderr.count("ended by SIGKILL: it is started again") == 2

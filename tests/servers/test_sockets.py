@@ -20,10 +20,11 @@ from meshwright.servers import serving, snapshots
 from meshwright.servers.journal import Journal
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
-from meshwright.servers.shards import spread
+from meshwright.servers.shards import Parameter, spread
 from meshwright.servers.sockets import Remote, address, lost, receive, send
 from meshwright.servers.worker import Worker
-from tests.servers.jobs import ROWS, full, parameters, values
+from tests.servers.jobs import ROWS, WIDTH, full, parameters, values
+from tests.servers.jobs import job as local_job
 
 
 class Job:
@@ -104,8 +105,6 @@ def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path):
 
 def plain(steps: int) -> dict[str, torch.Tensor]:
     """The same on servers in this process."""
-    from tests.servers.jobs import job as local_job
-
     _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}))
     threads = [threading.Thread(target=train, args=(each, steps)) for each in workers]
     for thread in threads:
@@ -127,6 +126,27 @@ def test_what_was_half_written_is_dropped(jobs, tmp_path):
     train(made, 1)
     job.kill(0)
     assert job.running[0].server.counts.applied == {0: 4}
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("SparseAdam", True), ("Adagrad", False), ("SGD", False)])
+def test_a_snapshot_is_all_of_a_server(tmp_path, name, sparse):
+    table = Parameter("table", (ROWS, WIDTH), "float32", name, {"lr": 0.1}, True, sparse)
+    first = local_job(1, workers=2, given=(table,))
+    path = tmp_path / "0.safetensors"
+    for round in range(4):
+        for made in first[1][: 2 if round < 3 else 1]:  # the last round waits for a push
+            ids = torch.arange(round, round + 3)
+            made.push(1.0, {}, {"table": (ids, torch.ones(3, WIDTH))})
+    snapshots.write(snapshots.copy(first[0].servers[0]), path)
+    again = snapshots.read(path, 0)
+    last = m.Push(first[1][1].model, 1, 1, 3, 1.0, (), ("table",))
+    tensors = [torch.tensor([7]), torch.ones(1, WIDTH)]
+    servers = first[0].servers[0], again
+    assert [server.answer(last, tensors)[0] for server in servers] == [m.Done()] * 2
+    one, other = (server.stored["table"].tensors() for server in servers)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+    assert servers[0].counts == servers[1].counts
 
 
 def test_snapshots_of_others_are_refused(jobs, tmp_path):

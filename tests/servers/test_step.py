@@ -142,3 +142,5 @@ def test_wrong_arguments():
         step(torch.tensor([4]))
     assert step.steps == 0
     step(torch.tensor([3]))
+    with pytest.raises(ServerError, match=r"use_servers\(2\) cannot be done"):
+        step.use_servers(2)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ def adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.1)
 
 
+def check(step: mw.ServerStep, plain: nn.Module) -> None:
+    state = step.full_state()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+
+
 def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(os.environ["MESHWRIGHT_SERVERS"])
     torch.manual_seed(rank)  # the values of worker 0 count
@@ -40,19 +47,27 @@ def main() -> None:
     step = mw.parameter_server(model, adam, loss=loss)
     torch.manual_seed(0)
     plain = Net()
+    moved: list[Any] = []
     own, random = adam(plain.parameters()), torch.Generator().manual_seed(7)
     for number in range(STEPS):
         if rank == 0 and number in (1, 3) and "kill" in sys.argv:
             os.kill(int((folder / f"{number // 2}.pid").read_text()), signal.SIGKILL)
         ids, goals = torch.randint(0, ROWS, (12,), generator=random), torch.randn(12, generator=random)
         mine = slice(0, 3) if rank == 0 else slice(3, 12)
+        if rank == 1 and number == 0 and "move" in sys.argv:
+            moved.append(step.use_servers(3))
         step((ids[mine], goals[mine]))
         own.zero_grad()
         loss(plain, (ids, goals)).backward()
         own.step()
-    state = step.full_state()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+    for move in moved:
+        assert move.wait(90)
+    check(step, plain)
+    if moved:
+        assert step.worker.map.servers == (0, 1, 2)
+        assert step.use_servers(1).wait(90)
+        check(step, plain)
+        assert step.worker.map.servers == (0,)
     print("equal to one device")
     mw.shutdown()
     step.close()
