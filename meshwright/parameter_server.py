@@ -30,11 +30,13 @@ from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
 from meshwright.servers.moving import use_servers
+from meshwright.servers.rejoin import take_part
 from meshwright.servers.server import Server
 from meshwright.servers.shards import MOST_SERVERS, Options, spread
 from meshwright.servers.sockets import COUNT, FOLDER, WANTED, Remote
 from meshwright.servers.worker import Worker
 
+ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 STEP = "meshwright_server_step"
 Weight = Callable[[Any], float]
 
@@ -122,6 +124,7 @@ class ServerStep:
         self._world = world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
+        take_part(number, ALL_REDUCED if self._world is not None else "")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("training.py")
+SCRIPT, LOSING = (Path(__file__).with_name(name) for name in ("training.py", "losing.py"))
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +24,15 @@ def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device" in done.stdout
     assert done.stderr.count("ended by SIGKILL: it is started again") == 2
+
+
+@pytest.mark.procs
+def test_others_go_on_without_a_killed_worker_which_comes_again(tmp_path):
+    how = ("--on-failure", "continue", "--max-restarts", "1", "--tail", "1")
+    done = run("--servers", "1", "--workers", "2", *how, str(LOSING), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the others go on; it is started again" in done.stderr
+    assert "it went on after step 3: True" in done.stdout
 
 
 @pytest.mark.procs
