@@ -19,13 +19,12 @@ from meshwright.launch.outcome import Outcome
 from meshwright.launch.span import Span
 from meshwright.launchers.interfaces import interface_of
 from meshwright.scheduler import messages as m
-from meshwright.scheduler.client import FILE, Client, Place, Unreachable, connect
+from meshwright.scheduler.client import FILE, Client, Place, connect
+from meshwright.scheduler.gather import TURN_SECONDS, gather
 from meshwright.scheduler.trust import SECRET
 from meshwright.scheduler.tunnel import Tunnel
 
-TURN_SECONDS = 1.0  # of one wait for the others, after which the launcher looks whether it was asked to stop
 WATCH_SECONDS = 5.0
-QUIET_SECONDS = 5.0  # before it says for whom it waits
 REPORT_SECONDS = 60.0  # for a scheduler that is away when an attempt has ended
 START_SECONDS = 60.0  # for the scheduler's process to listen
 
@@ -114,29 +113,13 @@ class Member:
     def begin(self) -> Span:
         """Wait for the other machines; the ranks of this one in the next attempt. Raises LaunchError with the names of
         those that have not come."""
-        nodes, began, told = self._nodes, time.monotonic(), ""
-        forever = nodes.wait_seconds < 0
-        join = m.Join(self._node, nodes.count, nodes.world, self._restarts, 0.0, TURN_SECONDS)
-        while True:
-            if self._heard():
-                raise Stopped
-            waited = time.monotonic() - began
-            late = not forever and waited > nodes.wait_seconds
-            try:
-                asked = m.Join(join.node, join.nodes, join.world, join.restarts, time.time(), join.seconds)
-                answer = self._client.ask(asked, m.Formed | m.Waiting, TURN_SECONDS)
-            except Unreachable as error:
-                if late:
-                    raise error from None
-                continue
-            if isinstance(answer, m.Formed):
-                return self._formed(answer)
-            if late:
-                raise _missing(answer, nodes.wait_seconds)
-            missing = ", ".join(answer.absent)
-            if waited > QUIET_SECONDS and missing != told:
-                print(f"waiting for {missing}", file=sys.stderr, flush=True)
-                told = missing
+        nodes = self._nodes
+        join = m.Join(self._node, nodes.count, nodes.world, self._restarts, 0.0, 0.0)
+        return self._formed(gather(self._client, join, nodes.wait_seconds, self._look))
+
+    def _look(self) -> None:
+        if self._heard():
+            raise Stopped
 
     def _formed(self, formed: m.Formed) -> Span:
         order, own = formed.nodes, [node.id for node in formed.nodes].index(self._node.id)
@@ -230,15 +213,6 @@ class Member:
         if self._tunnel is not None:
             self._tunnel.__exit__()
             self._tunnel = None
-
-
-def _missing(answer: m.Waiting, seconds: float) -> LaunchError:
-    here = ", ".join(f"{node.id} ({node.host}, {node.nproc} ranks)" for node in answer.here)
-    return LaunchError(
-        f"after {seconds:.0f} s nodes are missing: {', '.join(answer.absent)}",
-        why=f"here are {here or 'none'}",
-        hint="look at the terminal of each missing node; --cluster-time-out SECONDS waits longer",
-    )
 
 
 def _listens(place: Place) -> bool:

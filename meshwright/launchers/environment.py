@@ -75,6 +75,8 @@ class Launcher:
 
 
 TORCHRUN = "torchrun"
+DYNAMIC = "dynamic cluster"
+ROLE = "MS_ROLE"  # of this process in a dynamic cluster
 LAUNCHERS = (
     Launcher(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("RANK", "WORLD_SIZE")),
     Launcher(
@@ -106,7 +108,14 @@ def launched(environment: Environment | None = None) -> Launched:
     no number, or contradicts another one."""
     env = {k: v for k, v in (os.environ if environment is None else environment).items() if v}
     rows = [row for row in LAUNCHERS if any(name in env for name in row.mark)]
+    if rows and ROLE in env and "TORCHELASTIC_RUN_ID" not in env:
+        raise LaunchError(
+            f"two launchers at once: {rows[0].name} sets {rows[0].world}, and {ROLE} is {env[ROLE]}",
+            hint=f"unset {ROLE}, or {rows[0].rank} and {rows[0].world}",
+        )
     if not rows:
+        if ROLE in env:
+            return _of_cluster(env)
         if "PMIX_RANK" in env:
             raise LaunchError(
                 f"PMIX_RANK is {env['PMIX_RANK']}, and no variable says how many ranks there are",
@@ -131,6 +140,13 @@ def launched(environment: Environment | None = None) -> Launched:
     known = next((a for a in (row.address(env) for row in agreed) if a), "")
     job = ".".join(env.get(name, "") for row in agreed for name in row.job).strip(".")
     return _placed(replace(found, dealt=_dealt(found, env)), known, job, env)
+
+
+def _of_cluster(env: Environment) -> Launched:
+    from meshwright.launchers.dynamic_cluster import worker
+
+    mine = worker(env)
+    return Launched(DYNAMIC, mine.rank, mine.world, mine.local_rank, mine.local_world)
 
 
 def _of_table(env: Environment) -> Launched:

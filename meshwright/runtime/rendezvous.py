@@ -18,7 +18,8 @@ from meshwright.core.cycles import rare_collection
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LaunchError, MeshwrightError, PeerLost, RunError
 from meshwright.launchers import Launched, launched
-from meshwright.launchers.environment import TORCHRUN
+from meshwright.launchers.dynamic_cluster import worker
+from meshwright.launchers.environment import DYNAMIC, TORCHRUN
 from meshwright.launchers.interfaces import interface_of, interface_to, loopback
 from meshwright.launchers.meeting_place import file_of
 from meshwright.runtime import lost_peer as peers
@@ -83,8 +84,11 @@ def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, in
     name = _interface(mine)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
         os.environ.setdefault(variable, name)
-    if not mine.address:
-        store: Store = FileStore(str(file_of(mine, timeout.total_seconds())), mine.world)
+    if mine.launcher == DYNAMIC:
+        own = worker(os.environ)
+        store: Store = SchedulerStore(own.place, f"{own.attempt - 1}/", timeout)
+    elif not mine.address:
+        store = FileStore(str(file_of(mine, timeout.total_seconds())), mine.world)
         store.set_timeout(timeout)
     else:
         store = TCPStore(mine.address, mine.port, mine.world, mine.rank == 0, timeout)
@@ -94,6 +98,8 @@ def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, in
 def _interface(mine: Launched) -> str:
     """The network for tensors: the one through which rank 0 is reached. Raises LaunchError on a rank 0 that is on
     another machine than the launcher says."""
+    if mine.launcher == DYNAMIC:
+        return interface_of(worker(os.environ).address)
     if mine.alone:
         return loopback()
     if mine.rank:

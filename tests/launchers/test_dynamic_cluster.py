@@ -1,0 +1,98 @@
+"""Processes that nobody but the user starts: workers in any order, and a scheduler that ends with the job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import LaunchError
+from meshwright.launchers import launched
+from meshwright.launchers.dynamic_cluster import Told, read
+
+WORKER = {
+    "MS_ROLE": "MS_WORKER",
+    "MS_SCHED_HOST": "127.0.0.1",
+    "MS_SCHED_PORT": "8118",
+    "MS_WORKER_NUM": "2",
+}
+SCRIPT = """
+import sys
+import torch
+import meshwright as mw
+
+world = mw.world()
+total = world.all_reduce(torch.tensor([2.0**world.rank]), tuple(world.mesh.sizes))
+if world.rank == 1 and "fail" in sys.argv:
+    raise ValueError("bad batch")
+print(world.rank, total.item())
+mw.shutdown()
+"""
+
+
+def test_what_is_read() -> None:
+    told = Told("MS_WORKER", "127.0.0.1", 8118, 2, "3", 5, 20, True)
+    more = {"MS_NODE_ID": "3", "MS_TOPO_TIMEOUT": "5", "MS_NODE_TIMEOUT": "20", "MS_ENABLE_RECOVERY": "1"}
+    assert read({**WORKER, **more}) == told
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE is 'MS_PSERVER'"),
+        ({**WORKER, "MS_SCHED_HOST": ""}, "MS_ROLE is set, MS_SCHED_HOST is not"),
+        ({**WORKER, "MS_WORKER_NUM": ""}, "MS_ROLE is set, MS_WORKER_NUM is not"),
+        ({**WORKER, "MS_SCHED_PORT": "80"}, "MS_SCHED_PORT is 80"),
+        ({**WORKER, "MS_WORKER_NUM": "two"}, "MS_WORKER_NUM is 'two'"),
+        (WORKER, "MS_ROLE is set, and there is no secret"),
+        ({**WORKER, "RANK": "0", "WORLD_SIZE": "2"}, "two launchers at once: torchrun .* and MS_ROLE"),
+    ],
+)
+def test_half_of_a_cluster_is_refused(
+    environment: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MESHWRIGHT_SECRET", "MESHWRIGHT_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=what):
+        launched(environment)
+
+
+@pytest.mark.procs
+def test_workers_come_in_any_order_and_again_after_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    known = {
+        **os.environ,
+        **WORKER,
+        "MS_SCHED_PORT": str(port),
+        "MS_ENABLE_RECOVERY": "1",
+        "MESHWRIGHT_SECRET": "a secret that is long enough",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(*words: str, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "script.py", *words]
+        return subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**known, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    workers = [start("fail", MS_NODE_ID=node) for node in ("1", "0")]
+    scheduler = start(MS_ROLE="MS_SCHED")
+    said = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [1, 1], said
+    assert "rank 1 failed: ValueError: bad batch" in said[1][1]  # rank 0 says why, too
+    workers = [start(MS_NODE_ID=node) for node in ("1", "0")]
+    assert [worker.communicate(timeout=120)[0] for worker in workers] == ["1 3.0\n", "0 3.0\n"]
+    assert scheduler.wait(60) == 0
+    scheduler.communicate()
