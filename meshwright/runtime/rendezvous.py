@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -28,6 +29,7 @@ from meshwright.runtime.scheduler_store import SchedulerStore
 from meshwright.runtime.stores import FileStore, PrefixStore, Store, TCPStore, put
 from meshwright.scheduler.client import FILE as SCHEDULER_FILE
 
+log = logging.getLogger("meshwright")
 LOOK_SECONDS = 1.0  # between two looks at whether another rank has failed, while one waits in the store
 WORD_SECONDS = 0.005  # between two looks for a word, where a job goes on without the ranks that are lost
 
@@ -81,6 +83,12 @@ def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, in
                 hint="start all ranks with one launcher: meshwright run, torchrun, mpirun, srun",
             )
         return next(rendezvous("env://", timeout=timeout))
+    if mine.dealt:
+        log.warning(
+            "rank %d: Slurm dealt ranks to machines in turn; inner axes of a mesh then cross machines, which costs "
+            "time: srun -m block",
+            mine.rank,
+        )
     name = _interface(mine)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
         os.environ.setdefault(variable, name)
