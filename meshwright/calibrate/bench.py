@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.calibrate.plan import NODES
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
 
@@ -23,7 +25,8 @@ Call = Callable[[], object]
 
 @dataclass
 class Bench:
-    """`comm` joins the ranks that measure together, `device` is this rank's; times are seconds."""
+    """`comm` joins the ranks that measure together, `here` of them on this machine; `device` is this rank's. Times are
+    seconds."""
 
     comm: Communicator
     device: torch.device
@@ -33,6 +36,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.handle = Handle(self.comm)
         self.axes = [a.name for a in self.comm.mesh.axes]
+        self.here = math.prod(a.size for a in self.comm.mesh.axes if a.link != NODES)
 
     @property
     def ranks(self) -> int:
@@ -60,7 +64,7 @@ class Bench:
     @property
     def crowded(self) -> bool:
         """True if ranks take turns on the cores: then no short time says what a long one takes."""
-        return self.device.type == "cpu" and self.ranks > self.cores
+        return self.device.type == "cpu" and self.here > self.cores
 
     def sample(self, call: Call, calls: int) -> float:
         """Seconds of one call, from so many in a row."""

@@ -43,18 +43,18 @@ ROWS = (
 )
 
 
-def groups(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Axes to measure over: all of them, and the inner runs of neighbours."""
-    axes = [a.name for a in mesh.axes if a.size > 1]
+def groups(mesh: Mesh, link: str) -> list[tuple[str, ...]]:
+    """Axes to measure over: all those of a link, and the inner runs of neighbours."""
+    axes = [a.name for a in mesh.axes if a.size > 1 and a.link == link]
     return [tuple(axes[n:]) for n in reversed(range(len(axes)))]
 
 
-def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
+def measure(bench: Bench, kind: str, pace: Pace, link: str) -> Iterator[Point]:
     """Points of a kind: every group of neighbours, all such groups at once, from small to large. These are the rates of
     collectives beside compute, so a sum is measured as those of gradients run."""
     mesh = bench.comm.mesh
     sizes = [*SIZES, *(LARGE if bench.device.type == "cuda" else ())]
-    for axes in groups(mesh):
+    for axes in groups(mesh, link):
         ranks = mesh.count(axes)
         for size in pace.chosen(sizes):
             call, sent = (started_sum if kind == "all_reduce" else operation)(bench, kind, axes, size // 4)
@@ -64,10 +64,10 @@ def measure(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
                 break
 
 
-def measure_waited(bench: Bench, kind: str, pace: Pace) -> Iterator[Point]:
+def measure_waited(bench: Bench, kind: str, pace: Pace, link: str) -> Iterator[Point]:
     """Points of a kind that the program waits for: the same, between what a layer of a model computes."""
     mesh, computes = bench.comm.mesh, layer(bench)
-    for axes in groups(mesh):
+    for axes in groups(mesh, link):
         for size in pace.chosen(WAITED_SIZES):
             call, sent = operation(bench, kind, axes, size // 4)
             seconds = bench.waited_seconds(computes, call, pace.waited_seconds)

@@ -11,6 +11,8 @@ from meshwright.core.collectives import COLLECTIVES
 WAITED = tuple(f"{kind} waited for" for kind in COLLECTIVES)  # rows of the same, within what is computed
 POST = "post"  # a row: what starting a message takes
 LEVEL = "rank"  # all ranks of one machine are neighbours: one level
+NODES = "node"  # the level above it, where there are several machines
+SUFFIX = {LEVEL: "", NODES: " over nodes"}  # of the names of rows, by the level that they measure
 QUICK, FULL = "quick", "full"
 
 

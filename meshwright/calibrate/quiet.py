@@ -32,7 +32,7 @@ def unrest(bench: Bench) -> float:
     spin as there are cores."""
     bench.meet()
     worst = 1.0
-    threads = max(1, min(torch.get_num_threads(), bench.cores // bench.ranks))
+    threads = max(1, min(torch.get_num_threads(), bench.cores // bench.here))
     if bench.comm.rank < bench.cores:
         with ThreadPoolExecutor(threads) as pool:
             worst = max(pool.map(lambda _: spin(), range(threads)))

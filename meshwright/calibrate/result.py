@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.calibrate import fit
 from meshwright.calibrate.operators import TABLE
-from meshwright.calibrate.plan import LEVEL, POST, WAITED, MeasuredRow, Point
+from meshwright.calibrate.plan import LEVEL, NODES, POST, SUFFIX, WAITED, MeasuredRow, Point
 from meshwright.calibrate.quiet import LIMIT
 from meshwright.calibrate.step_rows import priced
 from meshwright.core.collectives import PRICED
@@ -41,28 +41,19 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
     points = {row.name: row.points for row in rows}
     launch = points["launch"][0].seconds
     curves = {name: _curve(name, found, launch) for name, found in points.items() if _is_curve(name)}
-    growth, links = (
-        fit.links({k: points[k] for k in PRICED if k in points}) if PRICED[0] in points else ("ring", {})
-    )
-    waited = {
-        name: fit.link(name.partition(" ")[0], points[name], growth) for name in WAITED if name in points
-    }
+    nodes = machine.get("nodes", 1)
+    growth, links, waited = _links(points)
     slow = points.get("slowdown", ())
     measured = Measured(
         rates=curves,
-        collectives=_level(links),
-        waited=_level(waited),
+        collectives=_by_level(links),
+        waited=_by_level(waited),
         slowdown={name: _short(p.seconds) for name, p in zip(("compute", "collective"), slow, strict=False)},
         void=tuple(row.name for row in rows if row.unrest > LIMIT),
         post_seconds=_short(points[POST][0].seconds) if POST in points else 0.0,
     )
-    first = links.get("all_reduce")
-    level = Level(
-        LEVEL,
-        machine["ranks"],
-        _short(first.bytes_per_s) if first else LINK_BYTES_PER_S,
-        _short(first.latency_seconds) if first else LINK_LATENCY_SECONDS,
-    )
+    sizes = {NODES: nodes, LEVEL: machine["ranks"] // nodes}
+    levels = [_level(name, size, links) for name, size in sizes.items() if size > 1 or nodes == 1 == size]
     device = Device(
         name=machine["device"],
         flops={
@@ -78,7 +69,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
     cluster = Cluster(
         name=f"calibrated, {count(machine['ranks'], 'rank')}",
         device=device,
-        levels=(level,),
+        levels=tuple(levels),
         host_memory_bytes=machine["host_memory_bytes"] if host else 0,
         host_bytes_per_s=_short(host[-1].work / host[-1].seconds) if host else 0.0,
         measured=measured,
@@ -89,13 +80,40 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
     return Calibration(cluster, lines, _note(machine), _fit(rows, misses, cluster.measured.corrections))
 
 
-def _level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Latencies and rates by kind, on the one level there is."""
-    rows = {
-        name.partition(" ")[0]: (_short(v.latency_seconds), _short(v.bytes_per_s))
-        for name, v in links.items()
-    }
-    return {LEVEL: rows} if rows else {}
+def _links(
+    points: Mapping[str, Sequence[Point]],
+) -> tuple[str, dict[str, fit.Link], dict[str, fit.Link]]:
+    """How rounds grow with the ranks, as those of the innermost level do; the fit of each row, alone and waited for."""
+    growth, links, waited = "", dict[str, fit.Link](), dict[str, fit.Link]()
+    for suffix in SUFFIX.values():
+        rows = {kind: points[kind + suffix] for kind in PRICED if kind + suffix in points}
+        if rows and not growth:
+            growth, found = fit.links(rows)
+        else:
+            found = {kind: fit.link(kind, row, growth) for kind, row in rows.items()}
+        links |= {kind + suffix: link for kind, link in found.items()}
+        for name in (name for name in WAITED if name + suffix in points):
+            waited[name + suffix] = fit.link(name.partition(" ")[0], points[name + suffix], growth)
+    return growth or "ring", links, waited
+
+
+def _level(name: str, size: int, links: Mapping[str, fit.Link]) -> Level:
+    first = links.get("all_reduce" + SUFFIX[name])
+    if first is None:
+        return Level(name, size, LINK_BYTES_PER_S, LINK_LATENCY_SECONDS)
+    return Level(name, size, _short(first.bytes_per_s), _short(first.latency_seconds))
+
+
+def _by_level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Latencies and rates by kind, on each level that was measured."""
+    rows: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, v in links.items():
+        level = NODES if name.endswith(SUFFIX[NODES]) else LEVEL
+        rows.setdefault(level, {})[name.partition(" ")[0]] = (
+            _short(v.latency_seconds),
+            _short(v.bytes_per_s),
+        )
+    return rows
 
 
 def _is_curve(name: str) -> bool:
@@ -193,8 +211,9 @@ def _quiet(row: MeasuredRow) -> str:
 
 
 def _note(machine: Mapping[str, Any]) -> str:
+    over = f" on {machine['nodes']} machines" if machine.get("nodes", 1) > 1 else ""
     return (
-        f"Measured by meshwright calibrate, {count(machine['ranks'], 'rank')} at once: {machine['device']},\n"
+        f"Measured by meshwright calibrate, {count(machine['ranks'], 'rank')} at once{over}: {machine['device']},\n"
         f"{count(machine['threads'], 'thread')} a rank, torch {machine['torch']}, {machine['backend']}."
     )
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from meshwright.calibrate import links, operators, overlap
 from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.plan import PACES, POST, WAITED, MeasuredRow, Pace, Point
+from meshwright.calibrate.plan import LEVEL, NODES, PACES, POST, SUFFIX, WAITED, MeasuredRow, Pace, Point
 from meshwright.calibrate.quiet import LIMIT, unrest
 from meshwright.core.collectives import PRICED
 from meshwright.core.mesh import Mesh
 from meshwright.cost import local_machine as local
+from meshwright.errors import LaunchError
 from meshwright.launchers import launched
 from meshwright.runtime.communicator import ProcessGroups, leave
 from meshwright.runtime.rendezvous import Meeting, launched_world
@@ -75,19 +76,34 @@ def look(
 
 def connect(began: float) -> Bench:
     """The ranks of this job as one mesh of neighbours, with the groups that are measured."""
-    ranks, place = launched_world(), launched().local_rank
-    mesh = Mesh.of(rank=ranks).linked({"rank": "rank"})
+    ranks, mine = launched_world(), launched()
+    mesh = mesh_of(ranks, mine.local_world or ranks)
+    place = mine.local_rank
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", place % torch.cuda.device_count())
         torch.cuda.set_device(device)
     cores = local.cores()
-    torch.set_num_threads(max(1, cores // ranks))
+    torch.set_num_threads(max(1, cores // (mine.local_world or ranks)))
     comm = Meeting().connect(mesh, device)
     if isinstance(comm, ProcessGroups):
-        comm.prepare([frozenset(axes) for axes in links.groups(mesh)])
+        every = [axes for link in SUFFIX for axes in links.groups(mesh, link)]
+        comm.prepare([frozenset(axes) for axes in (*every, [a.name for a in mesh.axes])])
     torch.manual_seed(comm.rank)
     return Bench(comm, device, cores, began=time.monotonic() - (time.time() - began))
+
+
+def mesh_of(ranks: int, here: int) -> Mesh:
+    """The ranks of one machine, or machines with equally many. Raises LaunchError where they are uneven."""
+    if ranks % here:
+        raise LaunchError(
+            f"this machine has {here} of {ranks} ranks",
+            why="a cluster file describes machines with equally many",
+            hint="the same --nproc on each",
+        )
+    sizes = {NODES: ranks // here, LEVEL: here}
+    sizes = {link: size for link, size in sizes.items() if size > 1} or {LEVEL: 1}
+    return Mesh.of(sizes).linked({link: link for link in sizes})
 
 
 def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
@@ -95,14 +111,20 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     for name in operators.names(bench):
         yield name, lambda name=name: (operators.measure(bench, name, pace), {})
     if bench.ranks > 1:
-        for kind in PRICED:
-            yield kind, lambda kind=kind: (links.measure(bench, kind, pace), {})
-        for name in WAITED:
-            kind = name.partition(" ")[0]
-            yield name, lambda kind=kind: (links.measure_waited(bench, kind, pace), {})
+        for link, suffix in SUFFIX.items():
+            if not links.groups(bench.comm.mesh, link):
+                continue
+            for kind in PRICED:
+                yield kind + suffix, lambda kind=kind, link=link: (links.measure(bench, kind, pace, link), {})
+            for name in WAITED:
+                kind = name.partition(" ")[0]
+                yield (
+                    name + suffix,
+                    lambda kind=kind, link=link: (links.measure_waited(bench, kind, pace, link), {}),
+                )
         yield POST, lambda: ([links.posted(bench, pace)], {})
         yield "slowdown", lambda: (overlap.measure(bench, pace), {})
-    if pace.step_seconds:
+    if pace.step_seconds and bench.here == bench.ranks:  # steps are planned for one level
         for name, row in steps.rows(bench.ranks).items():
             yield name, lambda row=row: steps.measure(bench, row, pace)
 
@@ -122,17 +144,18 @@ def machine(bench: Bench) -> dict[str, Any]:
         name, memory = properties.name, properties.total_memory
     else:
         name, memory = (
-            f"{bench.cores} processor cores shared by {bench.ranks}",
-            local.memory_bytes() // bench.ranks,
+            f"{bench.cores} processor cores shared by {bench.here}",
+            local.memory_bytes() // bench.here,
         )
     return {
         "device": name,
         "type": bench.device.type,
         "ranks": bench.ranks,
+        "nodes": bench.ranks // bench.here,
         "threads": torch.get_num_threads(),
         "cores": bench.cores,
         "memory_bytes": memory,
-        "host_memory_bytes": local.memory_bytes() // bench.ranks,
+        "host_memory_bytes": local.memory_bytes() // bench.here,
         "torch": torch.__version__,
         "backend": dist.get_backend() if dist.is_initialized() else "none",
     }

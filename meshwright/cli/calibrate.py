@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -14,6 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.common import (
+    SEVERAL,
+    CertificatesOption,
+    InsecureOption,
+    MasterOption,
+    NodeRankOption,
+    SecretOption,
+)
 from meshwright.errors import ClusterError, LaunchError
 
 
@@ -34,16 +43,41 @@ def calibrate(
         ),
     ] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the logs of the ranks.")] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="How many machines to measure, with N ranks each; start the command on each of them.",
+            rich_help_panel=SEVERAL,
+            show_default="1",
+        ),
+    ] = None,
+    node_rank: NodeRankOption = None,
+    master: MasterOption = None,
+    secret: SecretOption = None,
+    certificates: CertificatesOption = None,
+    insecure: InsecureOption = False,
 ) -> None:
     """Measure this machine with N ranks at once and write its cluster file.
 
-    It takes about a minute. Keep the machine quiet: rows measured beside other work are void, and listed.
+    With --nnodes, the links between machines are measured, too, and the machine of rank 0 writes the file. It takes
+    about a minute. Keep the machine quiet: rows measured beside other work are void, and listed.
     """
     from meshwright.launch.job import Job, check, count
+    from meshwright.launch.nodes import placed
 
     _check_writable(output)
     ranks = count(nproc, "--nproc") if nproc else default_ranks()
     check_crowd(ranks)
+    typed = {
+        "nproc": str(ranks),
+        "nnodes": nnodes,
+        "world": None,
+        "index": node_rank,
+        "master_at": master,
+        "id": None,
+    }
+    nodes, _ = placed(os.environ, **typed, secret=secret, certificates=certificates, insecure=insecure)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         events = Path(folder) / "events.jsonl"
         arguments = (str(events), "quick" if quick else "full", repr(time.time()))
@@ -54,6 +88,7 @@ def calibrate(
                 module=True,
                 args=arguments,
                 log_dir=log_dir,
+                nodes=nodes,
             )
         )
 
@@ -67,6 +102,9 @@ def calibrate(
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         found = list(read(events))
+    if nodes is not None and not found:
+        print("measured; the machine of rank 0 writes the cluster file")
+        return
     _write(found, output, quick)
 
 

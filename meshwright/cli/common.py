@@ -66,7 +66,23 @@ WithOption = Annotated[
         help="Such as 'optimizer_parallel=3,micro_batches=4,recompute=full'. May be repeated.",
     ),
 ]
-TRUST = "Trust"
+SEVERAL, TRUST = "Several machines", "Trust"
+NodeRankOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I",
+        help="The number of this machine, from 0; if left out, the order in which they come.",
+        rich_help_panel=SEVERAL,
+    ),
+]
+MasterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where the scheduler is: machine 0, or that of meshwright scheduler. Also MESHWRIGHT_MASTER.",
+        rich_help_panel=SEVERAL,
+    ),
+]
 SecretOption = Annotated[
     Path | None,
     typer.Option(

@@ -10,11 +10,17 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.common import CertificatesOption, InsecureOption, SecretOption
+from meshwright.cli.common import (
+    SEVERAL,
+    CertificatesOption,
+    InsecureOption,
+    MasterOption,
+    NodeRankOption,
+    SecretOption,
+)
 
 # What stands after the script is the script's own, options too.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
-SEVERAL = "Several machines"
 
 
 def run(
@@ -117,22 +123,8 @@ def run(
         str | None,
         typer.Option(metavar="N", help="How many ranks the job has in all.", rich_help_panel=SEVERAL),
     ] = None,
-    node_rank: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I",
-            help="The number of this machine, from 0; if left out, the order in which they come.",
-            rich_help_panel=SEVERAL,
-        ),
-    ] = None,
-    master: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where the scheduler is: machine 0, or that of meshwright scheduler. Also MESHWRIGHT_MASTER.",
-            rich_help_panel=SEVERAL,
-        ),
-    ] = None,
+    node_rank: NodeRankOption = None,
+    master: MasterOption = None,
     node_id: Annotated[
         str | None,
         typer.Option(

@@ -12,6 +12,7 @@ import pytest
 from meshwright.calibrate.plan import WAITED
 from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
+from tests.launch.machines import machines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -59,6 +60,36 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
         assert name in done.stdout
     assert "here.yaml written after" in done.stdout
     assert "not for planning" in (tmp_path / "here.yaml").read_text()
+
+
+@pytest.mark.full
+def test_two_machines_measure_the_link_between_them(tmp_path: Path) -> None:
+    with machines(2) as found:
+        command = [
+            sys.executable,
+            "-m",
+            "meshwright.cli",
+            "calibrate",
+            "--quick",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "2",
+        ]
+        at = ["--master", f"{found[0].address}:29400", "--insecure"]
+        started = [
+            subprocess.Popen(
+                [*machine.prefix, *command, *at, "--node-rank", str(n), "-o", f"{n}.yaml"],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+            )
+            for n, machine in enumerate(found)
+        ]
+        assert [process.wait(200) for process in started] == [0, 0]
+    cluster = Cluster.load(tmp_path / "0.yaml")
+    assert [(level.name, level.size) for level in cluster.levels] == [("node", 2)]
+    assert set(cluster.measured.collectives["node"]) == set(PRICED)
+    assert not (tmp_path / "1.yaml").exists()
 
 
 def test_a_rank_that_fails_ends_it_with_its_reason(tmp_path: Path) -> None:

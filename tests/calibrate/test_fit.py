@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.calibrate import fit, worker
-from meshwright.calibrate.plan import FULL, PACES, WAITED, MeasuredRow, Point
+from meshwright.calibrate.plan import FULL, NODES, PACES, SUFFIX, WAITED, MeasuredRow, Point
 from meshwright.calibrate.result import calibration, si
 from meshwright.calibrate.step_rows import priced
 from meshwright.core.collectives import PRICED
@@ -158,6 +158,18 @@ def test_rows_become_the_cluster_that_they_describe() -> None:
     )
     mesh = cluster.place(Mesh.of(dp=2))
     assert cluster.prices.seconds("all_reduce", mesh, ["dp"], 1e6) == pytest.approx(200e-6 + 1e-3, rel=1e-3)
+
+
+def test_machines_get_a_link_of_their_own() -> None:
+    over = [MeasuredRow(k + SUFFIX[NODES], tuple(times(k, 1e-3, 1e8, "ring", (2,)))) for k in PRICED]
+    found = calibration({**MACHINE, "ranks": 4, "nodes": 2}, [*rows(), *over])
+    cluster = found.cluster
+    assert Cluster.from_yaml(cluster.to_yaml(found.note)) == cluster
+    assert [(level.name, level.size) for level in cluster.levels] == [("node", 2), ("rank", 2)]
+    outer, inner = (
+        cluster.prices.seconds("all_reduce", cluster.mesh, [axis], 1e6) for axis in ("node", "rank")
+    )
+    assert (outer, inner) == (pytest.approx(2e-3 + 1e-2, rel=1e-3), pytest.approx(200e-6 + 1e-3, rel=1e-3))
 
 
 def whole(
