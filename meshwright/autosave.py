@@ -29,7 +29,7 @@ from meshwright.checkpoint.load import Loaded
 from meshwright.checkpoint.lock import Lock
 from meshwright.checkpoint.save import check_keep
 from meshwright.core.type_guards import is_whole
-from meshwright.errors import CheckpointError, a_type
+from meshwright.errors import CheckpointError, PeerLost, a_type
 from meshwright.input_checks import check_switches
 from meshwright.train import TrainStep, shutdown
 
@@ -83,10 +83,13 @@ class Autosave:
         check_switches(async_=async_)
         self.step, self.path, self.every, self.data = step, as_path(path), every, data
         self.async_, self.keep = async_, keep
-        self._lock = self._own()  # now, and not when the first save is due
+        # Its folder is locked now, and not when the first save is due. A rank that has joined meets no others here.
+        self._lock = None if step.joined else self._own()
         self.loaded: Loaded | None = step.resume(path, data=data)
-        self.saved = step.steps if self.loaded is not None else -1
-        word = from_first(step.local, uuid.uuid4().hex[:12] if step.rank == 0 else "")
+        self.saved = step.steps if self.loaded is not None or step.joined else -1
+        word = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("meshwright-")
+        if step.survival is None or not word:
+            word = from_first(step.local, uuid.uuid4().hex[:12] if step.rank == 0 else "")
         self._stop = self.path / f"{STOP}{word}"
         for left in self.path.glob(f"{STOP}*"):
             if step.rank == 0 and word not in left.name:
@@ -113,9 +116,15 @@ class Autosave:
         now, last = self.step.steps, self._last_step()
         if 0 <= last <= now:
             self._end()
-        if now % self.every == 0 and now != self.saved and self._may_save():
-            self.step.save(self.path, data=self.data, async_=self.async_, keep=self.keep)
+        if now % self.every == 0 and now != self.saved:
             self.saved = now
+            try:
+                if self._may_save():
+                    self.step.save(self.path, data=self.data, async_=self.async_, keep=self.keep)
+            except (RuntimeError, PeerLost) as error:
+                if not self.step.goes_on_after(error):
+                    raise
+                log.warning("step %d is not saved: a rank was lost meanwhile", now)
 
     def close(self) -> None:
         """Wait for a running save and restore the signal handlers. Raises CheckpointError."""

@@ -4,9 +4,10 @@ next steps."""
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from meshwright.checkpoint.step_state import (
 from meshwright.checkpoint.user_data import to_plain
 from meshwright.checkpoint.write import Job
 from meshwright.core.type_guards import is_whole
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.errors import CheckpointError, MeshwrightError, PeerLost
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.boxes import Box, full_box
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.rendezvous import late
 from meshwright.runtime.step import LocalStep
 
+log = logging.getLogger("meshwright")
 SAVING = "saving a checkpoint"
 COME_SECONDS = 600.0  # how long a rank waits for the others to come
 PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
@@ -59,6 +61,8 @@ class Saves:
         self._owned: dict[Path, Lock] = {}
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
+        self._job: Job | None = None  # of the thread
+        self.gone: Callable[[], bool] = lambda: False  # whether another rank has gone, and the others go on
 
     def save(self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2) -> Path:
         """Write a checkpoint into a folder of checkpoints; the path of the new one. Collective.
@@ -81,10 +85,12 @@ class Saves:
         job = Job(
             temporary, final, rank, world, tensors, note, problem, self.patience_seconds,
             self.plan.to_json() if rank == 0 else "", ties_of(self.step) if rank == 0 else {}, keep,
+            gone=self.gone,
         )  # fmt: skip
         if not async_:
             job.run()
             return final
+        self._job = job
         self._thread = threading.Thread(target=self._beside, args=(job,), name=f"save {final.name}")
         self._thread.start()
         return final
@@ -94,8 +100,12 @@ class Saves:
         self._owned[path] = own(path)
 
     def follow(self, step: LocalStep, plan: Plan) -> None:
-        """From now on save another step, of the same state."""
+        """From now on save another step, of the same state. A save that is under way is given up: a rank was lost, and
+        with it perhaps its part."""
         self.step, self.plan = step, plan
+        if self._job is not None:
+            self._job.given_up = True
+        self._thread, self._job = None, None
 
     @property
     def under_way(self) -> bool:
@@ -116,7 +126,10 @@ class Saves:
         try:
             job.run()
         except Exception as error:  # else it would be said by the thread alone, and training go on
-            self._problem = error
+            if job.given_up or isinstance(error, PeerLost):
+                log.warning("checkpoint %s is given up: a rank was lost meanwhile", job.final.name)
+            else:
+                self._problem = error
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
         """The folders to write in, which rank 0 makes. Raises CheckpointError on all ranks."""

@@ -28,7 +28,7 @@ from meshwright.checkpoint.agree import packed, unpacked
 from meshwright.checkpoint.folder import commit, prune, write_atomically
 from meshwright.checkpoint.index import NAME, PLAN, Entry, FileNote, Index, Part, to_text
 from meshwright.checkpoint.step_state import merged
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.errors import CheckpointError, MeshwrightError, PeerLost
 from meshwright.redistribute.boxes import Box
 
 LOOKS = (0.002, 0.2)  # seconds between two looks for files of others: first, and at most
@@ -51,6 +51,8 @@ class Job:
     plan: str
     ties: dict[str, str]
     keep: int | None
+    gone: Callable[[], bool] = lambda: False  # whether another rank has gone, and the others go on
+    given_up: bool = False
 
     def run(self) -> None:
         """Write this rank's part, and wait until the checkpoint is whole. Raises CheckpointError."""
@@ -105,7 +107,7 @@ class Job:
             missing.difference_update([n for n in missing if (self.temporary / n).exists()])
             return not missing or (self.problem is not None and missing == {names[0]})
 
-        if not _eventually(all_there, self.patience_seconds):
+        if not self._eventually(all_there):
             late = ", ".join(n[4:9].lstrip("0") or "0" for n in sorted(missing))
             self.problem = self.problem or CheckpointError(
                 f"ranks {late} have not written their part of the checkpoint",
@@ -147,6 +149,14 @@ class Job:
         if self.world == 1:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
+    def _eventually(self, true: Callable[[], bool]) -> bool:
+        """Return whether something comes true in time. Raises PeerLost where it will not: a rank has gone, and the
+        others go on."""
+        found = _eventually(lambda: true() or self.given_up or self.gone(), self.patience_seconds)
+        if found and not true():
+            raise PeerLost("another rank has gone", why=f"its part of {self.final.name} may be missing")
+        return found
+
     def _await(self) -> None:
         """Other ranks: until rank 0 has given the folder its name, or has given up."""
         outcome = self.temporary / OUTCOME
@@ -154,7 +164,7 @@ class Job:
         def over() -> bool:
             return outcome.exists() or (self.final / NAME).exists() or not self.temporary.exists()
 
-        ended = _eventually(over, self.patience_seconds)
+        ended = self._eventually(over)
         if (self.final / NAME).exists():
             return
         if self.problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -70,6 +71,7 @@ class NumberedLoader(ShardedLoader):
         self._drawn: torch.Tensor | None = None
         self._sample_seeds, self._whole, self._collate, self._options = sample_seeds, whole, collate, options
         self._given = (0, 0, self.epoch, self._drawn)  # of the last batch: its samples, epoch and order
+        self._last: Any = None  # that batch, where it may be asked for again
         self._read_for(local)
         self._begin()
 
@@ -95,6 +97,17 @@ class NumberedLoader(ShardedLoader):
         """From now on read this rank's part for another step, that of the ranks that are left."""
         self.local = local
         self._read_for(local)
+
+    @contextlib.contextmanager
+    def rewound(self, batch: Any) -> Iterator[None]:
+        """Within it the position is that before a batch, if it is the last that was given out."""
+        taken = self._taken
+        if batch is not None and batch is self._last:
+            self._taken = self._given[0]
+        try:
+            yield
+        finally:
+            self._taken = taken
 
     def again(self, batch: LocalBatch) -> LocalBatch | None:
         """What the step of now reads of the last batch that was given out; None for another one."""
@@ -189,6 +202,7 @@ class NumberedLoader(ShardedLoader):
                 samples = min(self.batch_size, self._end - self._taken)
                 self._given = self._taken, samples, self.epoch, self._drawn
                 found = self._checked(batch, samples, self._place(self._taken, samples, self.epoch))
+                self._last = None if self.local.asks else found
                 self._taken += samples
                 yield found
         self.epoch, self._taken, self._drawn = self.epoch + 1, 0, None

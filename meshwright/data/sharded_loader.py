@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,6 +53,10 @@ class ShardedLoader(abc.ABC):
     @abc.abstractmethod
     def follow(self, local: LocalStep) -> None:
         """From now on read this rank's part for another step, that of the ranks that are left."""
+
+    @abc.abstractmethod
+    def rewound(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """Within it the position is that before a batch, if it is the last that was given out."""
 
     @abc.abstractmethod
     def again(self, batch: LocalBatch) -> LocalBatch | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -30,11 +31,25 @@ class StreamLoader(ShardedLoader):
         self.batch_size = self.reading.batch_size
         self.fill = fills_of(local, self.batch_size) if last == "pad" else {}
         self._given: tuple[LocalBatch, dict[str, torch.Tensor]] | None = None  # the last batch, and all of it
+        self._last: Any = None  # so, too, also one that is no shard
+        self._counts = False  # positions are numbers of batches, whatever the source says
 
     def follow(self, local: LocalStep) -> None:
         """From now on keep this rank's shard for another step, that of the ranks that are left."""
         self.local = local
         self.reading = reading_of(local.batches, local.world.rank, by_sample=False)
+
+    @contextlib.contextmanager
+    def rewound(self, batch: Any) -> Iterator[None]:
+        """Within it the position is that before a batch, if it is the last that was given out: by number, since a
+        source has read on."""
+        taken = self._taken
+        self._counts = True
+        self._taken -= batch is not None and batch is self._last
+        try:
+            yield
+        finally:
+            self._taken, self._counts = taken, False
 
     def again(self, batch: LocalBatch) -> LocalBatch | None:
         """What the step of now reads of the last batch that was given out; None for another one."""
@@ -62,6 +77,7 @@ class StreamLoader(ShardedLoader):
                 tuple(held[e.path].shape) != e.shape for e in self.reading.inputs if e.path in held
             ):
                 self._taken += 1
+                self._last = None if self.local.asks else batch
                 yield batch
                 continue
             filled = self._filled(held)
@@ -73,7 +89,7 @@ class StreamLoader(ShardedLoader):
             plain = tuple(literals(batch))
             found = replace(parts_of(self.reading, held), samples=samples, place=place, plain=plain)
             if not self.local.asks:
-                self._given = found, held
+                self._given, self._last = (found, held), found
             yield found
         self.epoch, self._taken, self._skip = self.epoch + 1, 0, 0
 
@@ -100,7 +116,7 @@ class StreamLoader(ShardedLoader):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: by the source's own state where it has one, else by the number of batches."""
         state: dict[str, Any] = {"kind": "batches", "epoch": self.epoch, "batches": self._taken}
-        if hasattr(self.source, "state_dict"):
+        if hasattr(self.source, "state_dict") and not self._counts:
             state["source"] = self.source.state_dict()
         return state
 

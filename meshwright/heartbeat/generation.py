@@ -21,10 +21,12 @@ RESTARTS = ".restarts"  # so, too: one that cannot, and why
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`ranks`: as they were launched; the place of each is its number in the group."""
+    """`ranks`: as they were launched; the place of each is its number in the group. `ended`: those that have come to
+    the end of their scripts."""
 
     number: int
     ranks: tuple[int, ...]
+    ended: tuple[int, ...] = ()
 
 
 def read(folder: Path) -> Generation | None:
@@ -33,13 +35,13 @@ def read(folder: Path) -> Generation | None:
         found = json.loads((folder / FILE).read_text("utf-8"))
     except FileNotFoundError:
         return None
-    return Generation(int(found["number"]), tuple(int(rank) for rank in found["ranks"]))
+    return Generation(int(found["number"]), tuple(map(int, found["ranks"])), tuple(map(int, found["ended"])))
 
 
 def write(folder: Path, now: Generation) -> None:
     """Begin a generation."""
     beside = folder / f"{FILE}.new"
-    beside.write_text(json.dumps({"number": now.number, "ranks": list(now.ranks)}), "utf-8")
+    beside.write_text(json.dumps({"number": now.number, "ranks": now.ranks, "ended": now.ended}), "utf-8")
     beside.replace(folder / FILE)
 
 

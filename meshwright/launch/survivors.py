@@ -17,7 +17,7 @@ from meshwright.launch.failure import RankEnd
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.span import Budget
 
-NO_STEP = "it has not come to an mw.train_step that can go on without a rank"
+NO_STEP = "has not come to an mw.train_step that can go on without a rank"
 
 
 class Survivors:
@@ -56,7 +56,8 @@ class Survivors:
         if left != self.now.ranks or ready:
             for rank in ready:
                 self._forget(rank, READY, RAISED)
-            self.now = Generation(self.now.number + 1, tuple(sorted({*left, *ready})))
+            # who comes stands last: rank 0 keeps what it has of rank 0
+            self.now = Generation(self.now.number + 1, (*left, *ready), tuple(sorted(self._ended)))
             generation.write(self.folder, self.now)
         for rank in again:  # which shall not find itself in the generation that it was lost in
             self._coming.add(rank)
@@ -69,9 +70,7 @@ class Survivors:
         if unable is None:
             return True
         path = self.folder / f"rank{unable}{RESTARTS}"
-        reason = (
-            path.read_text("utf-8") if path.exists() else f"rank {unable} has no step that could: {NO_STEP}"
-        )
+        reason = path.read_text("utf-8") if path.exists() else f"rank {unable} {NO_STEP}"
         then = (
             "all start again, from the checkpoint" if self.budget.left else "--max-restarts starts none again"
         )

@@ -38,6 +38,7 @@ class RankComparison:
         self.on = comm.mesh.size > 1 and not isinstance(comm, AtOnce)
         # Optimizer options that were equal on all ranks at the start; None: all of them.
         self.options: Which | None = None
+        self.often = -1  # the step up to which ranks compare each time: one of them has just joined
         self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
 
     def begin(
@@ -49,7 +50,7 @@ class RankComparison:
     ) -> None:
         """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
         optimizer, of which `options` are compared. `update`: whether the step ends with one."""
-        if not self.on or self._begun is not None or not is_due(steps + 1):
+        if not self.on or self._begun is not None or not (is_due(steps + 1) or steps < self.often):
             return
         word = dict(describe_batch(batch, elsewhere=steps == 0))
         word |= {} if update else {UPDATE: "no"}

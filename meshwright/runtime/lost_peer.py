@@ -27,9 +27,9 @@ _broken: list[str] = []  # what failed in the middle on this rank
 _told: list[tuple[Any, int, Callable[[], None]]] = []
 
 
-def begin(store: Store, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
+def begin(store: Store | None, rank: int, failing: Callable[[], None], raised: Path | None = None) -> None:
     """From now on an error that ends this process is left in the store. `failing` is called when one does. `raised`:
-    the file that says so to the launcher."""
+    the file that says so to the launcher. No `store`: this rank has not met the others yet."""
     _told.append((store, rank, failing))
     before = sys.excepthook
 

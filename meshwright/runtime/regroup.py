@@ -42,6 +42,15 @@ class Group:
         self.folder, self.launched, self.now = place, launched, now
         self._seen = 0
 
+    @property
+    def comes(self) -> bool:
+        """Whether this rank was started again, and is not among the others yet."""
+        return self.launched not in self.now.ranks
+
+    def say(self, word: str) -> None:
+        """Leave a word for the launcher."""
+        generation.say(self.folder, self.launched, word)
+
     def cannot_go_on(self, reason: str) -> None:
         """Tell the launcher why this rank cannot go on without another one."""
         (self.folder / f"rank{self.launched}{generation.GOES_ON}").unlink(missing_ok=True)

@@ -272,10 +272,15 @@ class Meeting:
     """The rendezvous of one job: rank 0 computes once for all, and all agree to go on, before any process
     group exists."""
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, timeout: timedelta = timedelta(minutes=30), *, comes: bool = False) -> None:
+        """`comes`: this rank was started again and meets the others later; here it is alone."""
         self.timeout = timeout
         self.channel: _StoreChannel | _GroupChannel | None = None
-        if _store_channel:
+        if comes:
+            file, rank = heartbeat.store(), int(os.environ["RANK"])
+            raised = None if file is None else file.with_name(f"rank{rank}{heartbeat.RAISED}")
+            peers.begin(None, rank, outlive, raised)
+        elif _store_channel:
             self.channel = _store_channel[0]
         elif dist.is_initialized():
             self.channel = _GroupChannel()

@@ -151,7 +151,8 @@ class LocalStep:
     def _update(self) -> None:
         """Update, once everything has come that other ranks send in this step: if one of them is lost, no rank has
         updated anything."""
-        self.handle.settle()
+        if self.end.repeats:
+            self.handle.settle()
         self.end.update()
 
     def _buckets(self, bucket_bytes: int | None) -> GradientBuckets:

@@ -72,6 +72,7 @@ from meshwright.runtime.optimizer_check import check_made, check_optimizer, watc
 from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
+from meshwright.runtime.regroup import group
 from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
 from meshwright.same_values import same_values
@@ -84,7 +85,7 @@ from meshwright.train.request import (
     device_for,
 )
 from meshwright.train.step import TrainStep
-from meshwright.train.survive import Survival, group_unless, why_not
+from meshwright.train.survive import Survival, for_ranks, group_unless, why_not
 
 
 @heartbeat.during("building a step", patient=True)
@@ -189,7 +190,8 @@ def train_step(
 def _built(request: StepRequest) -> TrainStep:
     """Agree with the other ranks on graph and plan, then make this rank's step."""
     model, optimizer, batch = request.model, request.optimizer, request.batch
-    meeting, shared = Meeting(), state_of(model)
+    comes = (among := group()) is not None and among.comes
+    meeting, shared = Meeting(comes=comes), state_of(model)
     check_state(request, shared)
     agreed = unpack(meeting.agree(lambda: _planned(request, shared)))
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
@@ -216,7 +218,12 @@ def _built(request: StepRequest) -> TrainStep:
     check_random(request.exact_random, request.place, chosen.techniques)
     over_gloo(meeting, chosen, request.place)
     again = shared is not None or bool(_surviving)
-    among = group_unless(why_not(chosen, graph, request.place, agreed.more, request.exact_random, again))
+    among = group_unless(
+        among, why_not(chosen, graph, request.place, agreed.more, request.exact_random, again)
+    )
+    wanted = chosen
+    if comes:  # alone until it meets the others
+        chosen = for_ranks(captured, chosen, 1)
     if shared is None:
         comm = meeting.connect(chosen.ranks, request.place, host=bool(chosen.hosts))
         shared = ModelState(chosen, comm, frozenset(temporary_of(model)))
@@ -236,7 +243,7 @@ def _built(request: StepRequest) -> TrainStep:
     table = ProgramTable(Program.of(batch, guards, local), request.max_programs, source)
     made = TrainStep(local, parts, shared.temporary, table, model, hollow)
     if among is not None:
-        made.survival = Survival(made, captured, among)
+        Survival(made, captured, among, wanted)
         _surviving.append(made)
     return made
 

@@ -7,6 +7,7 @@ for an update, the counts of steps and samples, the loss scale. A rank takes it 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +31,29 @@ def word_of(local: LocalStep, plan: str, has_state: bool = True) -> Word:
     return Word(local.rank.step, local.rank.calls, plan) if has_state else Word(-1, 0, plan)
 
 
-def take_state(local: LocalStep, words: list[Word], loss: torch.Tensor | None) -> torch.Tensor | None:
-    """Ranks that are behind take the state of one that is furthest; the loss of its last step. Collective."""
+class Beside(NamedTuple):
+    """What a rank takes beside tensors. `positions`: of loaders, before the batch of the step that begins. `data`: of
+    the script, as JSON."""
+
+    positions: list[dict[str, Any]]
+    data: Any = None
+
+
+def take_state(
+    local: LocalStep, words: list[Word], loss: torch.Tensor | None, beside: Callable[[], Beside]
+) -> tuple[torch.Tensor | None, Beside | None]:
+    """Ranks that are behind take the state of one that is furthest: the loss of its last step, and what it has
+    beside, for those that took it. Collective."""
     furthest = max((word.step, word.calls) for word in words)
     source = next(r for r, word in enumerate(words) if (word.step, word.calls) == furthest)
     behind = [r for r, word in enumerate(words) if (word.step, word.calls) != furthest]
     me = local.world.rank
     if me == source:
         for rank in behind:
-            _send(local, rank, loss)
+            _send(local, rank, loss, beside())
     elif me in behind:
         return _receive(local, source)
-    return loss
+    return loss, None
 
 
 def _tensors(local: LocalStep, loss: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -59,11 +71,12 @@ def _tensors(local: LocalStep, loss: torch.Tensor | None) -> dict[str, torch.Ten
     return found | {f"beside/{name}": x.detach() for name, x in beside.items() if x is not None}
 
 
-def _send(local: LocalStep, to: int, loss: torch.Tensor | None) -> None:
+def _send(local: LocalStep, to: int, loss: torch.Tensor | None, beside: Beside) -> None:
     tensors, before = _tensors(local, loss), local.before
     head: dict[str, Any] = {
         "tensors": [[name, SAFE_NAMES[x.dtype], list(x.shape)] for name, x in tensors.items()],
         "optimizer": optimizer_values(local),
+        "beside": list(beside),
         "counts": [local.rank.step, local.rank.calls, local.samples, before.skipped],
         "accumulating": local.state.accumulating,
         "scaler": None if before.scaler is None else before.scaler.state_dict(),
@@ -80,7 +93,7 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _receive(local: LocalStep, source: int) -> torch.Tensor | None:
+def _receive(local: LocalStep, source: int) -> tuple[torch.Tensor | None, Beside]:
     """Receive all, then take it."""
     world = local.world
     length = world.receive_start(torch.zeros(1, dtype=torch.int64), source, TAG).wait()
@@ -93,7 +106,7 @@ def _receive(local: LocalStep, source: int) -> torch.Tensor | None:
         if room.numel():
             flat = room.reshape(-1).view(torch.uint8)
             flat.copy_(world.receive_start(flat, source, TAG).wait())
-    return _take(local, head, found)
+    return _take(local, head, found), Beside(*head["beside"])
 
 
 def _take(local: LocalStep, head: dict[str, Any], found: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -128,4 +141,4 @@ def _take_optimizer(
             optimizer.state[leaf] = {**tensors, **values}
 
 
-__all__ = ["Word", "take_state", "word_of"]
+__all__ = ["Beside", "Word", "take_state", "word_of"]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -13,12 +14,13 @@ import torch
 from meshwright.capture.hooks import ShardHooks
 from meshwright.capture.nest import filled
 from meshwright.capture.pytree import leaves
+from meshwright.checkpoint.load import Loaded
 from meshwright.compile import check_size
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import WorldRank
 from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
-from meshwright.errors import RunError, did_you_mean
+from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.hollow import Hollow
 from meshwright.input_checks import check_switches
 from meshwright.loss_value import AFTER_BACKWARD
@@ -35,6 +37,7 @@ from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.anomaly import Anomaly, find_anomaly
 from meshwright.runtime.local_batch import Given, LocalBatch
+from meshwright.runtime.lost_peer import lost
 from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.step_trace import Recorder, ahead_of_first
@@ -46,12 +49,18 @@ log = logging.getLogger("meshwright")
 class Survives(Protocol):
     """How a step goes on when ranks are lost (`meshwright.train.survive`)."""
 
+    joined: bool
+
     def step(self, batch: Any, update: bool) -> tuple[LocalStep, torch.Tensor]:
         """One step, whichever ranks are lost meanwhile: the program and its loss."""
         ...
 
     def takes_in(self, loader: Any) -> None:
         """A loader reads for the step, whatever its ranks are."""
+        ...
+
+    def keeps(self, data: Any) -> bool:
+        """Have data of the script go to ranks that join; whether this one has joined."""
         ...
 
 
@@ -232,6 +241,33 @@ class TrainStep(StepState):
         self._hooks[local].check()
         self._last = local
         return local, given
+
+    def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
+        """Load the newest undamaged checkpoint in `path`, or nothing if there is none. Every rank calls it, at the
+        start of a script that may be a restart.
+
+        Returns None if there was no checkpoint, and on a rank that has joined others (``--on-failure continue``), whose
+        state it has. Rank 0 prints on stderr which checkpoints are damaged. Raises CheckpointError if all are, and for
+        a checkpoint of another model or optimizer.
+        """
+        if self.survival is not None and self.survival.keeps(data):
+            return None
+        return super().resume(path, data=data)
+
+    def outlives(self, survival: Survives, gone: Callable[[], bool]) -> None:
+        """Go on when ranks are lost. `gone`: whether another one has gone meanwhile."""
+        self.survival, self._saves.gone = survival, gone
+
+    def goes_on_after(self, error: Exception) -> bool:
+        """Return whether another rank was lost, and the next step is done without it."""
+        return self.survival is not None and (
+            isinstance(error, PeerLost) or (isinstance(error, RuntimeError) and lost(error, "") is not None)
+        )
+
+    @property
+    def joined(self) -> bool:
+        """True on a rank that was started again and has taken its state from the others, not from a checkpoint."""
+        return self.survival is not None and self.survival.joined
 
     def program_for(self, batch: Any) -> tuple[LocalStep, Given]:
         """The program for a batch, made where there is none, and what it is given. Collective then."""

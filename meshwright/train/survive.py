@@ -13,9 +13,11 @@ steps that go well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,11 +25,11 @@ import torch
 
 from meshwright.agreement import prepare
 from meshwright.capture import Captured
+from meshwright.checkpoint.user_data import from_plain, give_back, to_plain
 from meshwright.compile import lower, plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.errors import BatchError, PeerLost, RunError
-from meshwright.heartbeat import generation
-from meshwright.heartbeat.generation import GOES_ON
+from meshwright.heartbeat.generation import GOES_ON, JOINED, READY
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import ProgramTable
@@ -35,12 +37,14 @@ from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.runtime.rank import Rank
-from meshwright.runtime.regroup import Group, group
-from meshwright.runtime.rendezvous import Meeting
+from meshwright.runtime.regroup import Group
+from meshwright.runtime.rendezvous import Meeting, look_for
 from meshwright.runtime.step import LocalStep
-from meshwright.train.live_state import Word, take_state, word_of
+from meshwright.train.live_state import Beside, Word, take_state, word_of
 from meshwright.train.step import TrainStep
 
+LONG_SECONDS = 86400.0  # for which a rank that was started again waits for the others, who may compute
+OFTEN_STEPS = 16  # in which ranks compare batches and options each time, after one has joined
 WORD_SECONDS = 20.0  # for which a rank that has lost another waits for the launcher's word
 log = logging.getLogger("meshwright")
 
@@ -52,35 +56,88 @@ class Follower(Protocol):
         """From now on read this rank's part for another step."""
         ...
 
+    def rewound(self, batch: Any) -> AbstractContextManager[None]:
+        """Within it the position is that before a batch, if it is the last that was given out."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
     def again(self, batch: LocalBatch) -> LocalBatch | None:
         """What the step of now reads of a batch that was given out; None if this loader did not give it."""
         ...
 
 
 class Survival:
-    """One rank's step among generations. `loss`: the last one."""
+    """One rank's step among generations. `plan`: for the ranks at the start. `loss`: the last one. `joined`: this rank
+    was started again, and has taken the state of the others."""
 
-    def __init__(self, step: TrainStep, captured: Captured, group: Group) -> None:
-        self.step_of_rank, self.captured, self.group = step, captured, group
+    def __init__(self, step: TrainStep, captured: Captured, group: Group, plan: Plan) -> None:
+        self.step_of_rank, self.captured, self.group, self.plan = step, captured, group, plan
         self.loaders: list[Follower] = []
+        self.data: Any = None  # of the script, that a checkpoint would have
         self.loss: torch.Tensor | None = None
+        self.joined = group.comes
+        self._batch: Any = None  # of the step that begins
+        self._taken = Beside([])  # what this rank took when it joined
+        self._has_state = not group.comes
+        self._last = False  # the next step is the last: another rank has ended
         step.local.end.repeats, step.local.asks = True, False
-        generation.say(group.folder, group.launched, GOES_ON)
+        step.outlives(self, group.changed)
+        look_for(group.changed)
+        group.say(GOES_ON)
+        if self.joined:
+            group.say(READY)
+            self._meet(None, LONG_SECONDS)
+            group.say(JOINED)
 
     def takes_in(self, loader: Follower) -> None:
-        """A loader reads for the step, whatever its ranks are."""
+        """A loader reads for the step, whatever its ranks are. On a rank that has joined it goes on where those of the
+        others are."""
         self.loaders.append(loader)
+        if len(self.loaders) <= len(self._taken.positions):
+            loader.load_state_dict(self._taken.positions[len(self.loaders) - 1])
+
+    def keeps(self, data: Any) -> bool:
+        """Have data of the script go to ranks that join; return whether this one has joined, and its data is that of
+        the others."""
+        self.data = data
+        if self.joined and data is not None:
+            give_back(from_plain(self._taken.data), data)
+            for loader, position in zip(self.loaders, self._taken.positions, strict=False):
+                loader.load_state_dict(position)
+        return self.joined
+
+    def _beside(self) -> Beside:
+        with contextlib.ExitStack() as stack:
+            for loader in self.loaders:
+                stack.enter_context(loader.rewound(self._batch))
+            return Beside([loader.state_dict() for loader in self.loaders], to_plain(self.data, "data"))
 
     def step(self, batch: Any, update: bool) -> tuple[LocalStep, torch.Tensor]:
         """One step, whichever ranks are lost meanwhile: the program and its loss."""
-        step = self.step_of_rank
+        step, self._batch = self.step_of_rank, batch
         if self.group.changed():
             self.regroup(None)
+            self._last = bool(self.group.now.ended)
+        if self._last and update:
+            raise RunError(
+                f"ranks {self.group.now.ended} have ended with exit code 0, this one begins another step",
+                why="all ranks do as many steps",
+                hint="look for a sys.exit, a return or a loop that is shorter there; loops begin at step.steps",
+            )
         while True:
             before = position(step.local)
             try:
                 local, given = step.program_for(self._own(batch))
                 self.loss = local(given, update)
+                self._batch = None
+                self._last = bool(self.group.now.ended) and update
                 return local, self.loss
             except RuntimeError as error:
                 self.regroup(error)
@@ -111,8 +168,12 @@ class Survival:
         the launcher knows of none."""
         if isinstance(error, RuntimeError) and peers.lost(error, "a step") is None:
             raise error
+        self._meet(error, 0.0 if error is None else WORD_SECONDS)
+
+    def _meet(self, error: Exception | None, seconds: float) -> None:
+        """Meet the ranks of the next generation, for which this one waits some seconds."""
         while True:
-            if not self.group.next_generation(0.0 if error is None else WORD_SECONDS):
+            if not self.group.next_generation(seconds):
                 assert error is not None
                 raise error
             try:
@@ -121,11 +182,11 @@ class Survival:
                 self._agree(meeting)
                 break
             except PeerLost as lost:
-                error = lost
+                error, seconds = lost, WORD_SECONDS
             except RuntimeError as lost:
                 if peers.lost(lost, "the meeting of a generation") is None:
                     raise
-                error = lost
+                error, seconds = lost, WORD_SECONDS
         local = self.step_of_rank.local
         size = local.world.mesh.size
         if local.world.rank == 0:
@@ -138,7 +199,7 @@ class Survival:
         """This rank's step for the ranks of the generation, over the state that there is."""
         step = self.step_of_rank
         old, table = step.local, step.programs
-        plan = for_ranks(self.captured, step.plan, len(self.group.now.ranks))
+        plan = for_ranks(self.captured, self.plan, len(self.group.now.ranks))
         parts = lower(self.captured, plan)
         comm = self.group.connect(meeting, plan.ranks, old.rank.device)
         local = over_state(parts, comm, old, values_of(table.source.model, self.captured, old.rank.device))
@@ -152,11 +213,15 @@ class Survival:
     def _agree(self, meeting: Meeting) -> None:
         """All have one plan, and one state: that of a rank which is furthest. Collective."""
         step = self.step_of_rank
-        mine = word_of(step.local, _digest(step.plan))
+        mine = word_of(step.local, _digest(step.plan), self._has_state)
         words = [Word(*json.loads(text)) for text in meeting.collect(json.dumps(mine))]
         if len({word.plan for word in words}) > 1:
             raise RunError("ranks that are left have made different plans", why="they run one program")
-        self.loss = take_state(step.local, words, self.loss)
+        self.loss, taken = take_state(step.local, words, self.loss, self._beside)
+        if taken is not None and not self._has_state:
+            self._taken, self._has_state = taken, True
+        if any(word.step < 0 for word in words):  # its script must have come to where the others are
+            step.local.comparison.often = step.local.rank.step + OFTEN_STEPS
 
 
 def position(local: LocalStep) -> tuple[int, int]:
@@ -204,10 +269,9 @@ def why_not(
     return "the script has a second step" if again else ""
 
 
-def group_unless(reason: str) -> Group | None:
+def group_unless(among: Group | None, reason: str) -> Group | None:
     """This process among the generations of its job; None where a job ends with its first rank, or for a reason, of
     which the launcher is told."""
-    among = group()
     if among is None or not reason:
         return among
     among.cannot_go_on(reason)
@@ -222,4 +286,4 @@ def _digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
 
 
-__all__ = ["Survival", "group_unless", "why_not"]
+__all__ = ["Survival", "for_ranks", "group_unless", "why_not"]

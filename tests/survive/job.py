@@ -24,7 +24,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import heartbeat
-from meshwright.heartbeat import RAISED
+from meshwright.heartbeat import RAISED, generation
 from meshwright.launch.failure import RankEnd
 from meshwright.launch.span import Budget
 from meshwright.launch.survivors import Survivors
@@ -92,8 +92,8 @@ def dying(
             setattr(heartbeat, name, function)
 
 
-def train(folder: Path, ranks: int, steps: int, deaths: dict[int, int]) -> None:
-    """What a rank does."""
+def train(folder: Path, ranks: int, steps: int, deaths: dict[int, int], back: int) -> None:
+    """What a rank does. `back`: the step before which those that are left wait for the others to come back."""
     me = os.environ["RANK"]
     model, batch, loss, samples = build()
     step = mw.train_step(model, optimizer_of, batch, loss=loss, mesh=ranks)
@@ -105,6 +105,8 @@ def train(folder: Path, ranks: int, steps: int, deaths: dict[int, int]) -> None:
     ):
         while step.steps < steps:
             for part in loader:
+                if step.steps == back:
+                    wait_for(folder, ranks)
                 value = step(part)
                 out.write(f"{step.steps} {step.mesh.size} {value.item().hex()} {time.time()}\n")
                 out.flush()
@@ -114,6 +116,12 @@ def train(folder: Path, ranks: int, steps: int, deaths: dict[int, int]) -> None:
         (folder / "points").write_text(" ".join(map(str, points.values())))
     torch.save(step.full_state(), folder / f"weights{me}.pt")
     mw.shutdown()
+
+
+def wait_for(folder: Path, ranks: int) -> None:
+    """Wait until the launcher says that all ranks take part again."""
+    while (now := generation.read(folder)) is None or len(now.ranks) < ranks:
+        time.sleep(0.01)
 
 
 class Forked:
@@ -173,7 +181,7 @@ def main(folder: Path, count: int, restarts: int, steps: int, deaths: list[tuple
     def start(rank: int, life: int) -> None:
         torch.set_num_threads(1)
         mine = {} if life else {step: point for r, step, point in deaths if r == rank}
-        train(folder, count, steps, mine)
+        train(folder, count, steps, mine, steps // 2 if restarts else -1)
 
     ranks: Any = Forked(folder, count, start)
     survivors, end = Survivors(folder, ranks, count, Budget(restarts)), time.monotonic() + SECONDS

@@ -44,22 +44,41 @@ def run(folder: Path, ranks: int, restarts: int, steps: int, deaths: list[tuple[
     return done.stderr
 
 
+def rows(folder: Path, rank: int) -> list[tuple[int, int, str]]:
+    """Step, number of ranks and loss of the steps that a rank has done."""
+    lines = (folder / f"losses{rank}").read_text().splitlines()
+    return [(int(step), int(ranks), loss) for step, ranks, loss, _ in map(str.split, lines)]
+
+
+def counts(folder: Path, rank: int) -> list[int]:
+    return [ranks for _, ranks, _ in rows(folder, rank)]
+
+
 def check(folder: Path, ranks: list[int], steps: int) -> list[int]:
     """The ranks that are left have done each step once, with one device's losses; their states are equal bit for bit
     and one device's. Returns how many ranks did each step."""
     losses, state = alone(steps)
-    counts: list[int] = []
     for rank in ranks:
-        rows = [line.split() for line in (folder / f"losses{rank}").read_text().splitlines()]
-        assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
-        assert [float.fromhex(row[2]) for row in rows] == pytest.approx(losses, rel=1e-9)
-        counts = [int(row[1]) for row in rows]
+        found = rows(folder, rank)
+        assert [step for step, _, _ in found] == list(range(1, steps + 1))
+        assert [float.fromhex(loss) for _, _, loss in found] == pytest.approx(losses, rel=1e-9)
     states = [torch.load(folder / f"weights{rank}.pt", weights_only=True) for rank in ranks]
     for name, value in state.items():
         if value.is_floating_point():
             torch.testing.assert_close(states[0][name], value, rtol=1e-7, atol=1e-9)
         assert all(torch.equal(states[0][name], other[name]) for other in states)
-    return counts
+    return counts(folder, ranks[0])
+
+
+def test_ranks_that_come_back(tmp_path):
+    """They take state, position and order of samples from those that are left, in the middle of an epoch."""
+    said = run(tmp_path, 3, 2, 14, [(0, 2, 3), (2, 4, 10)])
+    assert said.count("it is started again") == 2
+    assert check(tmp_path, [1], 14) == [3, 3, 2, 2, *counts(tmp_path, 1)[4:7], *[3] * 7]
+    for rank in (0, 2):
+        assert rows(tmp_path, rank)[-7:] == rows(tmp_path, 1)[-7:]
+    states = [torch.load(tmp_path / f"weights{rank}.pt", weights_only=True) for rank in range(3)]
+    assert all(torch.equal(value, other[name]) for name, value in states[1].items() for other in states)
 
 
 def test_ranks_that_are_killed_one_after_another(tmp_path):

@@ -68,7 +68,7 @@ def test_a_rank_that_is_lost_and_comes_back(tmp_path, capsys):
     generation.say(tmp_path, 1, GOES_ON)
     generation.say(tmp_path, 1, READY)
     assert not survivors.over()
-    assert survivors.now == generation.Generation(2, (0, 1, 2))
+    assert survivors.now == generation.Generation(2, (0, 2, 1))
     generation.say(tmp_path, 1, JOINED)
     ranks.codes[0] = ranks.codes[2] = -9
     assert not survivors.over()
