@@ -1,6 +1,7 @@
 """One parameter server as a process: ``python -m meshwright.launch.server_process LAUNCHER FOLDER NUMBER [STATE]``.
 
 It ends with the launcher, whose process id is LAUNCHER. STATE: the folder from which it goes on after it was killed.
+NUMBER ``spare``: load everything, and read the number from the input when it is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+
 from meshwright.launch.bootstrap import die_with
 from meshwright.servers.journal import Journal
 from meshwright.servers.server import Server
@@ -17,9 +20,17 @@ from meshwright.servers.serving import Serving
 
 
 def main() -> None:
-    launcher, folder, number = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    launcher, folder, place = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     die_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))]
+    )  # the first one loads the compiler, a second of work
+    if place == "spare":
+        place = sys.stdin.readline()
+        if not place:
+            return
+    number = int(place)
     journal = Journal(Path(sys.argv[4]) / str(number), number) if len(sys.argv) > 4 else None
     server = journal.server() if journal is not None else Server(number)
     (folder / f"{number}.pid").write_text(str(os.getpid()))

@@ -17,6 +17,7 @@ from meshwright.errors import LaunchError, path_from
 
 FOLDER = "MESHWRIGHT_SERVERS"  # see `meshwright.servers.sockets`, which imports torch
 POLL_SECONDS = 0.1
+SPARE = "spare"
 MOST_SERVERS = 64  # of which each has a block of every table
 
 
@@ -26,16 +27,30 @@ class Servers:
     def __init__(self, count: int, folder: Path, state: Path | None) -> None:
         self.folder, self.state = folder, state
         (folder / "servers").write_text(str(count))
-        self.processes = [self._start(number) for number in range(count)]
+        self.processes = [self._process(str(number)) for number in range(count)]
+        # one that has loaded everything: a killed server is back in a moment
+        self._spare = self._process(SPARE) if state is not None else None
         self._ending = threading.Event()
         self._watch = threading.Thread(target=self._restart, name="parameter servers", daemon=True)
         self._watch.start()
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
+    def _process(self, place: str) -> subprocess.Popen[bytes]:
         kept = [] if self.state is None else [str(self.state)]
         words = [sys.executable, "-m", "meshwright.launch.server_process", str(os.getpid()), str(self.folder)]
         env = {"OMP_NUM_THREADS": "1", **os.environ}
-        return subprocess.Popen([*words, str(number), *kept], stdin=subprocess.DEVNULL, env=env)
+        stdin = subprocess.PIPE if place == SPARE else subprocess.DEVNULL
+        return subprocess.Popen([*words, place, *kept], stdin=stdin, env=env)
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        """A server: the spare process, if there is one, which is replaced."""
+        spare = self._spare
+        if spare is None or spare.poll() is not None:
+            return self._process(str(number))
+        assert spare.stdin is not None
+        spare.stdin.write(f"{number}\n".encode())
+        spare.stdin.close()
+        self._spare = self._process(SPARE)
+        return spare
 
     def _restart(self) -> None:
         """Start servers again that were killed, or let workers know that their values are lost."""
@@ -69,10 +84,13 @@ class Servers:
     def end(self) -> None:
         self._ending.set()
         self._watch.join()
-        for process in self.processes:
+        every = [*self.processes, *([] if self._spare is None else [self._spare])]
+        for process in every:
             process.kill()
-        for process in self.processes:
+        for process in every:
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 @contextlib.contextmanager
