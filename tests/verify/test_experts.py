@@ -12,6 +12,7 @@ from meshwright.capture.pytree import leaves
 from meshwright.checkpoint.step_state import model_items
 from meshwright.compile import captured_of, lower, values_of
 from meshwright.core.graph import Graph
+from meshwright.cost.cluster import Cluster, Device, Level
 from meshwright.runtime.communicator import SimulatedWorld
 from meshwright.runtime.local_batch import slicer
 from meshwright.runtime.rank import Rank
@@ -54,6 +55,20 @@ def test_experts_are_equal(name: str) -> None:
     sizes, asked = CASES[name]
     model, batch, loss = mixture(**sizes)
     mw.verify(model, batch, loss=loss, **asked).raise_if_different()
+
+
+def test_auto_shards_experts_where_that_pays() -> None:
+    """Links are quick beside the devices: all eight experts' weights need not be read by every rank."""
+    device = Device("gpu", {"f32": 1e9}, 1 << 34, 1e11, 1e-7)
+    where = Cluster("slow devices", device, (Level("gpu", 4, 1e9, 1e-6),))
+    model, batch, loss = mixture(
+        batch=8, hidden_size=64, intermediate_size=128, head_dim=16, num_local_experts=8
+    )
+    plan = mw.plan(model, batch, loss=loss, cluster=where)
+    graph = captured_of(model, batch, loss).graph
+    splits = [dict(plan.strategies[n.name].splits) for n in graph.nodes if n.op == "meshwright.experts"]
+    assert len(splits) == 2 and all("g" in each for each in splits), splits
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
 def test_experts_over_ranks_in_bf16_are_as_near_to_f32_as_one_device() -> None:
