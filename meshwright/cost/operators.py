@@ -246,7 +246,9 @@ class _Sizes:
         done = expert_work(self.node, self.rule, self.local, self.types, self.inputs, self.wanted)
         forward, backward = LAUNCHES[EXPERTS]
         made = self._made("matmul", done.flops, done.moved, (forward, backward * any(self.wanted)))
-        return replace(made, passes_forward=done.passes[0], passes_backward=done.passes[1])
+        # Of the rows, as products are: weights of choices, and so the sum, may be wider.
+        dtype = self.ports[0].dtype
+        return replace(made, dtype=dtype, passes_forward=done.passes[0], passes_backward=done.passes[1])
 
     def convolution(self) -> Work:
         """Count 2 FLOPs for each element of the weight and position of the result (of the input, if transposed)."""
