@@ -1,13 +1,16 @@
 """Write operators in place as those that return a new tensor, where nothing else shares the memory written to.
 
 ``scores /= scores.sum(-1, keepdim=True)`` is such a write: `scores` is a fresh tensor that no view looks into, so
-whoever reads it afterwards reads the result instead. Decomposition does the same for every write, and traces the
-program again.
+whoever reads it afterwards reads the result instead. ``shifted[..., 1:] = ids[..., :-1]`` writes into a part of a fresh
+tensor, which becomes one with that part replaced. Decomposition does the same for every write, and traces the program
+again.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,7 +24,15 @@ NEW = {
     aten.div_.Tensor: aten.div.Tensor,
     aten.scatter_.value: aten.scatter.value,
     aten.index_put_.default: aten.index_put.default,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
 }
+# The same for a part of a tensor: the part's new value, and the tensor with that part replaced.
+PART_VALUES = {
+    aten.copy_.default: aten.copy.default,
+    aten.fill_.Tensor: aten.fill.Tensor,
+    aten.fill_.Scalar: aten.fill.Scalar,
+}
+REPLACED = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 ARITHMETIC = frozenset((aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor))
 # Operators whose results are in memory of their own.
 FRESH = frozenset(
@@ -29,13 +40,16 @@ FRESH = frozenset(
     for name in (
         "_grouped_mm.default add.Tensor div.Tensor empty_like.default gather.default linear.default matmul.default "
         "mm.default bmm.default mul.Tensor sigmoid.default softmax.int sub.Tensor sum.default sum.dim_IntList "
-        "topk.default zeros.default zeros_like.default"
+        "slice_scatter.default select_scatter.default topk.default zeros.default zeros_like.default new_zeros.default "
+        "new_empty.default empty.memory_format eq.Scalar"
     ).split()
 )
 
 
 def may_be_new(node: fx.Node) -> bool:
     """Return whether an operator writes in place and would mean the same with a result of its own."""
+    if node.op == "call_function" and node.target in PART_VALUES:
+        return _may_be_replaced(node)
     if node.op != "call_function" or node.target not in NEW or not isinstance(node.args[0], fx.Node):
         return False
     written = node.args[0]
@@ -46,9 +60,44 @@ def may_be_new(node: fx.Node) -> bool:
         return False
     earlier = _until(node, written)
     return all(
-        user.op != "output" and (user is node or user not in earlier or _is_fresh(user))
+        user.op != "output" and (user is node or user not in earlier or _is_read_before(user, earlier))
         for user in (*written.users, *node.users)
     )
+
+
+def _may_be_replaced(node: fx.Node) -> bool:
+    """Return whether a write into a part may become a new tensor: no other view sees it, and its result is not used."""
+    parts = _parts(node)
+    base = parts[-1].args[0] if parts else None
+    if not isinstance(base, fx.Node) or not _is_fresh(base) or node.users:
+        return False
+    earlier = _until(node, base)
+    return all(_is_read_before(user, earlier) or user not in earlier for user in base.users) and all(
+        user.op != "output" for user in base.users
+    )
+
+
+def _is_read_before(reader: fx.Node, earlier: Collection[fx.Node]) -> bool:
+    """Return whether nothing reads the memory through this node after the write. `earlier` nodes are before it."""
+    if reader not in earlier:
+        return False
+    if reader.target in REPLACED:
+        return all(_is_read_before(u, earlier) or _writes_to(u, reader) for u in reader.users)
+    return _is_fresh(reader) or (reader.target in PART_VALUES and not reader.users)
+
+
+def _writes_to(node: fx.Node, part: fx.Node) -> bool:
+    return node.target in PART_VALUES and node.args[0] is part and not node.users
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """Return the views through which a write goes, the innermost first."""
+    found: list[fx.Node] = []
+    value = node.args[0]
+    while isinstance(value, fx.Node) and value.op == "call_function" and value.target in REPLACED:
+        found.append(value)
+        value = value.args[0]
+    return found
 
 
 def _is_fresh(node: fx.Node) -> bool:
@@ -77,7 +126,10 @@ def _until(node: fx.Node, written: fx.Node) -> set[fx.Node]:
 
 def write_anew(graph: fx.Graph) -> None:
     """Replace the operators in place, of which `may_be_new` is true."""
-    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in NEW]:
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (*NEW, *PART_VALUES)]:
+        if node.target in PART_VALUES:
+            _replace_part(graph, node)
+            continue
         written = node.args[0]
         assert isinstance(written, fx.Node)
         earlier = _until(node, written)
@@ -89,6 +141,24 @@ def write_anew(graph: fx.Graph) -> None:
         written.replace_all_uses_with(
             result, lambda user, made=result, e=earlier: user is not made and user not in e
         )
+
+
+def _replace_part(graph: fx.Graph, node: fx.Node) -> None:
+    """Have those who read a tensor after a write into a part of it read one with that part replaced."""
+    parts = _parts(node)
+    base: Any = parts[-1].args[0]
+    target: Any = node.target
+    earlier = _until(node, base)
+    with graph.inserting_before(node):
+        value = graph.call_function(PART_VALUES[target], node.args, node.kwargs)
+        value.meta = dict(node.meta)
+        for part in parts:
+            whole: Any = part.args[0]
+            view: Any = part.target
+            value = graph.call_function(REPLACED[view], (whole, value, *part.args[1:]), part.kwargs)
+            value.meta = {**node.meta, "val": whole.meta["val"]}
+    graph.erase_node(node)
+    base.replace_all_uses_with(value, lambda user: user is not value and user not in earlier)
 
 
 __all__ = ["NEW", "may_be_new", "write_anew"]

@@ -212,7 +212,19 @@ class Writes(nn.Module):
         y += flat.view(y.shape)
         mask = torch.zeros_like(y)
         mask.scatter_(1, y.argmax(1, keepdim=True), 1.0)
-        return (y * mask).sum() + y[:, 0].mean() + flat.sum()
+        return (y * mask).sum() + y[:, 0].mean() + flat.sum() + self.parts(x)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = x.new_zeros(x.shape)
+        shifted[..., 1:] = x[..., :-1].clone()
+        before = shifted.sum()
+        shifted[..., 0] = 3
+        shifted.masked_fill_(shifted == 3, 2)
+        keys = x.new_empty(3, 2, 8)
+        keys[..., :4].copy_(self.linear(x)[:, None, :4])
+        keys[:, :1, 4:].copy_(x.unsqueeze(1).double())
+        keys[:, 1, 4:] = shifted
+        return before + keys.square().sum()
 
 
 def test_writes_into_fresh_tensors_make_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +237,7 @@ def test_writes_into_fresh_tensors_make_new_ones(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "odd", ["view before", "other dtype", "without gradient", "argument", "view written to"]
+    "odd", ["view before", "other dtype", "without gradient", "argument", "view written to", "part before"]
 )
 def test_other_writes_are_decomposed(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -245,6 +257,11 @@ def test_other_writes_are_decomposed(odd: str, monkeypatch: pytest.MonkeyPatch) 
             z = nn.functional.dropout(y, 0.0, False)  # y itself
             z *= 2.0
             return y.mean()
+        if odd == "part before":
+            z = torch.zeros_like(y)
+            part = z[:, 0]
+            z[:, :2] = y[:, :2]
+            return part.sum()
         y[:, 0].mul_(2.0)
         return y.mean()
 
