@@ -16,6 +16,7 @@ from pathlib import Path
 # What back ends say on a rank that did nothing wrong when another one has gone away.
 PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|recvFromPeer|sendBytes failed"
+    r"|Application timeout caused pair closure"
     r"|remote process exited|Connection refused|Socket Timeout|Timed out waiting .*ms for (recv|send)"
 )
 

@@ -144,7 +144,8 @@ def _outcome(
     if whole and lost:
         done = [folder / f"rank{rank}.log" for rank in sorted(whole)]
         error = failure.ended_early(error, done, span.world)
-    if odd := watch.left_out():
+    # Who joined or was left has not begun the same collectives as the others.
+    if job.on_failure != "continue" and (odd := watch.left_out()):
         error = LaunchError(
             error.what, why=f"{odd}\n         {error.why}", where=error.where, hint=error.hint
         )

@@ -36,6 +36,9 @@ class Survivors:
 
     def over(self) -> bool:
         """Look at the ranks; return whether the attempt is over: nobody with the state of the job is left."""
+        joined = {rank for rank in self._coming if self._said(rank, JOINED)}
+        self._coming -= joined
+        self.survived -= joined  # if it is lost once more, that is another loss
         running = set(self.ranks.running())
         failed = {e.rank: e for e in self.ranks.failures()}
         ends = {
@@ -43,7 +46,6 @@ class Survivors:
         }
         # who raised is on its way out, which may take long
         lost = [rank for rank in ends if rank not in running or self.ranks.raised(rank)]
-        self._coming -= {rank for rank in self._coming if self._said(rank, JOINED)}
         self._ended |= {r for r in self.now.ranks if r not in running and r not in failed}
         left = tuple(r for r in self.now.ranks if r not in lost and r not in self._ended)
         able = [rank for rank in left if rank not in self._coming]

@@ -6,10 +6,11 @@ be lost: then the launcher says so, `enter` raises PeerLost, and they meet as th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from meshwright.core.mesh import Mesh
 from meshwright.errors import PeerLost
 from meshwright.heartbeat import generation
 from meshwright.heartbeat.generation import Generation
-from meshwright.runtime.communicator import Alone, Communicator, break_off
+from meshwright.runtime.communicator import Alone, Communicator, break_off, interrupt
 from meshwright.runtime.rendezvous import Meeting, meet_anew
 from meshwright.runtime.stores import FileStore, put
 
+WATCH_SECONDS = 0.25  # twice, from the word of the launcher until a step is interrupted
 LOOK_SECONDS = 0.01  # between two looks at what the launcher or another rank says
 STORE_SECONDS = 600.0
 CONNECT_SECONDS = 0.5  # for ranks of which all have come
@@ -41,6 +43,7 @@ class Group:
     def __init__(self, place: Path, launched: int, now: Generation) -> None:
         self.folder, self.launched, self.now = place, launched, now
         self._seen = 0
+        self.busy = False  # with a step
 
     @property
     def comes(self) -> bool:
@@ -66,6 +69,31 @@ class Group:
         if found.number == self.now.number:
             self._seen = seen
         return found.number > self.now.number
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within it, this rank does a step with the others."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+
+    def watch(self) -> None:
+        """From now on end what a step waits for when another generation has begun meanwhile: a connection need not
+        tell that the rank at its other end has left."""
+        threading.Thread(target=self._watch, name="next generation", daemon=True).start()
+
+    def _watch(self) -> None:
+        late = -1
+        while True:
+            time.sleep(WATCH_SECONDS)
+            with contextlib.suppress(OSError, ValueError):
+                found, number = generation.read(self.folder), self.now.number
+                behind = found is not None and found.number > number and self.busy
+                if behind and late == number:
+                    interrupt()
+                late = number if behind else -1
 
     def next_generation(self, seconds: float) -> bool:
         """Wait for another generation, in which this rank takes part; False if none begins in time."""

@@ -90,6 +90,7 @@ class Survival:
         step.local.end.repeats, step.local.asks = True, False
         step.outlives(self, group.changed)
         look_for(group.changed)
+        group.watch()
         group.say(GOES_ON)
         if self.joined:
             group.say(READY)
@@ -135,7 +136,8 @@ class Survival:
             before = position(step.local)
             try:
                 local, given = step.program_for(self._own(batch))
-                self.loss = local(given, update)
+                with self.group.in_step():
+                    self.loss = local(given, update)
                 self._batch = None
                 self._last = bool(self.group.now.ended) and update
                 return local, self.loss

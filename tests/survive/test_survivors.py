@@ -70,9 +70,12 @@ def test_a_rank_that_is_lost_and_comes_back(tmp_path, capsys):
     assert not survivors.over()
     assert survivors.now == generation.Generation(2, (0, 2, 1))
     generation.say(tmp_path, 1, JOINED)
-    ranks.codes[0] = ranks.codes[2] = -9
+    ranks.codes[0] = -9
     assert not survivors.over()
-    assert survivors.now == generation.Generation(3, (1,))
+    assert survivors.now == generation.Generation(3, (2, 1))
+    ranks.codes[1] = -9  # once more
+    assert not survivors.over()
+    assert survivors.now == generation.Generation(4, (2,))
 
 
 @pytest.mark.parametrize("ready", [False, True])

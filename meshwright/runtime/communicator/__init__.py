@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, AtOnce, Counter
 from meshwright.runtime.communicator.in_stage import InStage
-from meshwright.runtime.communicator.processes import ProcessGroups, break_off, leave, outlive
+from meshwright.runtime.communicator.processes import ProcessGroups, break_off, interrupt, leave, outlive
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
 
@@ -26,6 +26,7 @@ __all__ = [
     "SimulatedWorld",
     "Work",
     "break_off",
+    "interrupt",
     "leave",
     "outlive",
 ]

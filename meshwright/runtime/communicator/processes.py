@@ -111,6 +111,16 @@ def break_off() -> None:
     """
     if not dist.is_initialized():
         return
+    interrupt()
+    for groups in _living:
+        groups.forget()
+    dist.destroy_process_group()
+
+
+def interrupt() -> None:
+    """End what this rank waits for in its process groups, with an error: that of another thread, too."""
+    if not dist.is_initialized():
+        return
     nothing = torch.empty(1)
     for group in (dist.group.WORLD, *(group for groups in _living for group in groups.held())):
         me = dist.get_rank(group)
@@ -121,9 +131,6 @@ def break_off() -> None:
                     work = dist.irecv(nothing, group=group, group_src=other, tag=TAG - 1)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
-    for groups in _living:
-        groups.forget()
-    dist.destroy_process_group()
 
 
 def outlive() -> None:
