@@ -75,14 +75,17 @@ for _marker in (BEGINS, ENDS):
 class Call:
     """One call of a layer. `like`: the number of the traced call that it must be equal to; None for the first.
 
-    `place` is the name of the layer in the traced module, `results` is what it returned, `order` the number of each
-    tensor of it, those given first. `read`: attributes that its forward pass has read. `usable`: others may be like it.
+    `place` is the name of the layer in the traced module, `given` its tensors without repeats, `before` the attributes
+    of its modules. `results` is what it returned, `order` the number of each tensor of it, those given first. `read`:
+    attributes that its forward pass has read. `usable`: others may be like it.
     """
 
     number: int
     place: str
     layer: Tree
     signature: Any
+    given: list[torch.Tensor]
+    before: list[dict[str, Any]] = field(default_factory=list)
     like: int | None = None
     results: Any = None
     order: dict[int, int] = field(default_factory=dict)
@@ -141,17 +144,21 @@ class EqualLayers:
     def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(forward, module, *args, **kwargs)
-            layer = self.layers.get(id(vars(module)))  # the tracer calls a proxy of it that has the same dict
-            if layer is None or not _is_plain_context() or not self.unchanged():
-                return run()
-            tensors: dict[int, torch.Tensor] = {}
+            with self.quiet():
+                made = self._call(module, args, kwargs)
+                if isinstance(made, Call):
+                    self._begin(made)
+            if made is not None and not isinstance(made, Call):
+                return made.results
             try:
+                results = forward(module, *args, **kwargs)
+            finally:
+                if made is not None:
+                    self._stop(made)
+            if made is not None:
                 with self.quiet():
-                    signature = torch.get_default_dtype(), _signature((args, kwargs), tensors)
-            except _NotPlain:
-                return run()
-            return self._call(layer, list(tensors.values()), signature, run) if tensors else run()
+                    self._end(made, results)
+            return results
 
         return call
 
@@ -159,20 +166,31 @@ class EqualLayers:
         for call, number in self.running[id(vars(module))]:
             call.read.add((number, name))
 
-    def _call(self, layer: Tree, given: list[torch.Tensor], signature: Any, run: Callable[[], Any]) -> Any:
-        module = layer.modules[0][1]
-        call = Call(next(_numbers), self.names[id(module)], layer, signature)
+    def _call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Call | _Copied | None:
+        """Return what a call of a layer is: one to trace, one whose results are there, or None for none to look at."""
+        layer = self.layers.get(id(vars(module)))  # the tracer calls a proxy of it that has the same dict
+        if layer is None or not _is_plain_context() or not self.unchanged():
+            return None
+        found: dict[int, torch.Tensor] = {}
+        try:
+            signature = torch.get_default_dtype(), _signature((args, kwargs), found)
+        except _NotPlain:
+            return None
+        if not found:
+            return None
+        module, given = layer.modules[0][1], list(found.values())
+        call = Call(next(_numbers), self.names[id(module)], layer, signature, given)
         self.calls[call.number] = call
         first = next((c for c in self.first[type(module)] if self._is_equal(c, call)), None)
         if first is None:
             self.first[type(module)].append(call)
-            return self._trace(call, given, run)
+            return call
         call.like = first.number
         if not self.traced[first.number] or id(vars(module)) in self.last:
             self.traced[first.number].append(call)
-            return self._trace(call, given, run)
+            return call
         made = torch.ops.meshwright.layer_again(given, call.number, first.number)
-        return map_leaves(first.results, lambda t: [*given, *made][first.order[id(t)]])
+        return _Copied(map_leaves(first.results, lambda t: [*given, *made][first.order[id(t)]]))
 
     def _is_equal(self, first: Call, call: Call) -> bool:
         if not first.usable or first.signature != call.signature:
@@ -184,30 +202,37 @@ class EqualLayers:
         kinds = [type(m) for _, m in first.layer.modules]
         return all(p not in read and (kinds[p[0]], p[1]) in self.watch for p in found)
 
-    def _trace(self, call: Call, given: list[torch.Tensor], run: Callable[[], Any]) -> Any:
-        modules = [m for _, m in call.layer.modules]
-        before = [dict(vars(m)) for m in modules]
-        torch.ops.meshwright.layer_begins(given, call.number)
-        for number, module in enumerate(modules):
+    def _begin(self, call: Call) -> None:
+        """Record what a layer reads from now on, and what it has."""
+        torch.ops.meshwright.layer_begins(call.given, call.number)
+        call.before = [dict(vars(m)) for _, m in call.layer.modules]
+        for number, (_, module) in enumerate(call.layer.modules):
             self.running[id(vars(module))].append((call, number))
+
+    def _stop(self, call: Call) -> None:
+        for _, module in call.layer.modules:
+            self.running[id(vars(module))].pop()
+
+    def _end(self, call: Call, results: Any) -> None:
+        """Record what a layer has returned, and whether others may be like it."""
+        found: dict[int, torch.Tensor] = {id(t): t for t in call.given}
+        modules = [m for _, m in call.layer.modules]
         try:
-            results = run()
-        finally:
-            for module in modules:
-                self.running[id(vars(module))].pop()
-        found: dict[int, torch.Tensor] = {id(t): t for t in given}
-        try:
-            with self.quiet():
-                _signature(results, found)
-            call.usable = all(map(_is_as_before, modules, before))
+            _signature(results, found)
+            call.usable = all(map(_is_as_before, modules, call.before))
         except _NotPlain:
             call.usable = False
-        made = list(found.values())[len(given) :] if call.usable else []
+        made = list(found.values())[len(call.given) :] if call.usable else []
         call.results, call.order = results, {t: number for number, t in enumerate(found)}
-        with self.quiet():
-            _results[call.number] = [_layout(t) for t in made]
+        _results[call.number] = [_layout(t) for t in made]
         torch.ops.meshwright.layer_ends(made, call.number)
-        return results
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The results of a call that is not traced."""
+
+    results: Any
 
 
 class _NotPlain(Exception):

@@ -176,7 +176,8 @@ class _Watch(TorchFunctionMode):
         """Look at no call, for as long as it is not the model's."""
         self.looks = False
         try:
-            yield
+            with self.calls.paused():
+                yield
         finally:
             self.looks = True
 
