@@ -53,7 +53,8 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
         post_seconds=_short(points[POST][0].seconds) if POST in points else 0.0,
     )
     sizes = {NODES: nodes, LEVEL: machine["ranks"] // nodes}
-    levels = [_level(name, size, links) for name, size in sizes.items() if size > 1 or nodes == 1 == size]
+    sizes = {name: size for name, size in sizes.items() if size > 1} or {LEVEL: 1}
+    levels = [_level(name, size, links) for name, size in sizes.items()]
     device = Device(
         name=machine["device"],
         flops={

@@ -14,6 +14,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import LaunchError
@@ -21,6 +22,7 @@ from meshwright.launchers.environment import LAUNCHERS, Launched
 
 RETRY_SECONDS = 0.02
 ANSWER_SECONDS = 10.0  # for a rank that has connected to say which it is
+LONGEST_ADDRESS = 100  # bytes of the path of a socket: the kernel takes 107
 
 
 def file_of(mine: Launched, seconds: float) -> Path:
@@ -73,7 +75,8 @@ def _give(mine: Launched, folder: Path, path: Path, seconds: float) -> Path:
     with socket.socket(socket.AF_UNIX) as listening:
         new = folder / f"{os.getpid()}.new"
         new.unlink(missing_ok=True)
-        listening.bind(str(new))
+        with _address(new) as address:
+            listening.bind(address)
         listening.listen(mine.world)
         new.rename(path)  # from now on it answers, whatever was there before
         try:
@@ -106,11 +109,25 @@ def _take(mine: Launched, path: Path, seconds: float) -> Path:
     while time.monotonic() < end:
         with contextlib.suppress(OSError, EOFError), socket.socket(socket.AF_UNIX) as there:
             there.settimeout(ANSWER_SECONDS)
-            there.connect(str(path))
+            with _address(path) as address:
+                there.connect(address)
             there.sendall(mine.rank.to_bytes(4, "big"))
             return path.parent / _all_of(there, int.from_bytes(_all_of(there, 4), "big")).decode()
         time.sleep(RETRY_SECONDS)
     raise LaunchError(f"after {seconds:.0f} s rank 0 has not come", why=f"rank {mine.rank} waits for it")
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """The address of a socket in a folder, however long the folder's name is."""
+    if len(os.fsencode(path)) <= LONGEST_ADDRESS:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _all_of(there: socket.socket, count: int) -> bytes:

@@ -130,7 +130,9 @@ def test_a_rank_that_was_started_by_hand(tmp_path: Path) -> None:
 def test_two_ranks_started_by_hand_meet(tmp_path: Path) -> None:
     RankTable.of({"127.0.0.1": range(2)}).save(tmp_path / "table.json")
     (tmp_path / "script.py").write_text(SCRIPT)
-    known = {**os.environ, "RANK_TABLE_FILE": "table.json", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    folder = tmp_path / ("long" * 25)  # more than the address of a socket may have
+    folder.mkdir()
+    known = {**os.environ, "RANK_TABLE_FILE": "table.json", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "script.py"],
