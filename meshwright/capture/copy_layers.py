@@ -8,7 +8,6 @@ equal must have the same operators after that; if not, nothing is copied, and th
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ def copy_layers(
 
     `ties`: groups of names of one parameter or buffer. Raises UnequalLayersError, and the program is of no use then.
     """
+    _restore_users(program.graph_module)
     if layers.copied:
         copier = _Copier(program, layers.calls, ties)
         for call in layers.copied:
@@ -41,13 +41,23 @@ def copy_layers(
     _remove_marks(program.graph_module)
 
 
+def _restore_users(root: fx.GraphModule) -> None:
+    """Let each node know all that read it: torch loses some where it makes blocks."""
+    for graph in _graphs(root):
+        for node in graph.nodes:
+            for value in node.all_input_nodes:
+                value.users.setdefault(node)
+
+
 def _remove_marks(root: fx.GraphModule) -> None:
-    for module in root.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in [n for n in module.graph.nodes if n.target in (BEGINS, ENDS)]:
-                for value in node.all_input_nodes:
-                    value.users.setdefault(node)  # torch loses some where it makes blocks
-                module.graph.erase_node(node)
+    for graph in _graphs(root):
+        for node in [n for n in graph.nodes if n.target in (BEGINS, ENDS)]:
+            graph.erase_node(node)
+
+
+def _graphs(root: fx.GraphModule) -> list[fx.Graph]:
+    """Return the graph of a program, and those of the blocks in it."""
+    return [module.graph for module in root.modules() if isinstance(module, fx.GraphModule)]
 
 
 class _Copier:
@@ -55,10 +65,6 @@ class _Copier:
         self, program: torch.export.ExportedProgram, calls: Mapping[int, Call], ties: Iterable[Sequence[str]]
     ) -> None:
         self.graph, self.module, self.calls = program.graph, program.graph_module, calls
-        self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-        for node in self.graph.nodes:
-            for value in node.all_input_nodes:
-                self.readers[value].add(node)
         self.marks = {(n.target, n.args[1]): n for n in self.graph.nodes if n.target in (BEGINS, ENDS, AGAIN)}
         placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
         signature = program.graph_signature.input_specs

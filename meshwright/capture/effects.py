@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from meshwright.capture.equal_layers import layers_of
-from meshwright.capture.equal_modules import equal
+from meshwright.capture.equal_modules import equal, same_objects
 from meshwright.capture.left import Left
 from meshwright.capture.outside import OutsideCalls, line_of
 from meshwright.capture.reads import codes, is_environment, lines_that_change, origin, reads
@@ -115,7 +115,7 @@ class Effects:
                 for mapping, was in self.outside_layers
                 for name, value in was.items()
             )
-            and all(_is_as_before(now, was) for now, was in self.held)
+            and all(same_objects(now, was) for now, was in self.held)
             and all(cell.cell_contents is was for cell, was in self.cells)
         )
 
@@ -206,13 +206,6 @@ class Effects:
         if torch.initial_seed() != seed:
             torch.manual_seed(seed)
         torch.set_rng_state(state)
-
-
-def _is_as_before(now: Any, was: Any) -> bool:
-    """Return whether a list, dict or set has the objects that it had."""
-    if len(now) != len(was) or not all(map(is_, now, was)):
-        return False
-    return not isinstance(now, dict) or all(map(is_, now.values(), was.values()))
 
 
 def _registered(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from meshwright.capture.attribute_watch import watched
-from meshwright.capture.equal_modules import Place, Tree, differences, tree_of, watchable
+from meshwright.capture.equal_modules import Place, Tree, differences, same_objects, tree_of, watchable
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.value_records import FIXED, SCALARS, fixed
 
@@ -146,19 +146,11 @@ class EqualLayers:
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.quiet():
                 made = self._call(module, args, kwargs)
-                if isinstance(made, Call):
-                    self._begin(made)
-            if made is not None and not isinstance(made, Call):
+            if made is None:
+                return forward(module, *args, **kwargs)
+            if isinstance(made, _Copied):
                 return made.results
-            try:
-                results = forward(module, *args, **kwargs)
-            finally:
-                if made is not None:
-                    self._stop(made)
-            if made is not None:
-                with self.quiet():
-                    self._end(made, results)
-            return results
+            return self._trace(made, functools.partial(forward, module, *args, **kwargs))
 
         return call
 
@@ -202,16 +194,22 @@ class EqualLayers:
         kinds = [type(m) for _, m in first.layer.modules]
         return all(p not in read and (kinds[p[0]], p[1]) in self.watch for p in found)
 
-    def _begin(self, call: Call) -> None:
-        """Record what a layer reads from now on, and what it has."""
-        torch.ops.meshwright.layer_begins(call.given, call.number)
-        call.before = [dict(vars(m)) for _, m in call.layer.modules]
-        for number, (_, module) in enumerate(call.layer.modules):
-            self.running[id(vars(module))].append((call, number))
-
-    def _stop(self, call: Call) -> None:
-        for _, module in call.layer.modules:
-            self.running[id(vars(module))].pop()
+    def _trace(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Trace a layer, and record what it has, reads and returns."""
+        running = [self.running[id(vars(m))] for _, m in call.layer.modules]
+        with self.quiet():
+            torch.ops.meshwright.layer_begins(call.given, call.number)
+            call.before = [dict(vars(m)) for _, m in call.layer.modules]
+        for number, calls in enumerate(running):
+            calls.append((call, number))
+        try:
+            results = run()
+        finally:
+            for calls in running:
+                calls.pop()
+        with self.quiet():
+            self._end(call, results)
+        return results
 
     def _end(self, call: Call, results: Any) -> None:
         """Record what a layer has returned, and whether others may be like it."""
@@ -219,7 +217,7 @@ class EqualLayers:
         modules = [m for _, m in call.layer.modules]
         try:
             _signature(results, found)
-            call.usable = all(map(_is_as_before, modules, call.before))
+            call.usable = all(map(same_objects, map(vars, modules), call.before))
         except _NotPlain:
             call.usable = False
         made = list(found.values())[len(call.given) :] if call.usable else []
@@ -264,11 +262,6 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 def _is_plain_context() -> bool:
     return torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-
-def _is_as_before(module: torch.nn.Module, before: Mapping[str, Any]) -> bool:
-    now = vars(module)
-    return now.keys() == before.keys() and all(now[n] is value for n, value in before.items())
 
 
 def layers_of(root: torch.nn.Module) -> list[torch.nn.Module]:

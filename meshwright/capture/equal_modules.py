@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,11 +21,8 @@ from meshwright.capture.values import BASE, HOOKS
 Place = tuple[int, str]  # which module, in the order of modules(), and the name of an attribute
 DEPTH = 6  # of nested containers and records whose contents are compared
 OF_MODULE = BASE - {"training"}
-UNSEEN = {
-    "vars",
-    "__dict__",
-    "attrgetter",
-}  # code with these names may read attributes that no descriptor sees
+# Code with these names may read attributes that no descriptor sees.
+UNSEEN = {"vars", "__dict__", "attrgetter"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,15 @@ def _of_one_kind(one: torch.nn.Module, other: torch.nn.Module) -> bool:
         type(one) is type(other)
         and a.keys() == b.keys()
         and a["_non_persistent_buffers_set"] == b["_non_persistent_buffers_set"]
-        and all(_identical(a[n].values(), b[n].values()) for n in HOOKS if n in a)
+        and all(same_objects(a[n].values(), b[n].values()) for n in HOOKS if n in a)
     )
 
 
-def _identical(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(x is y for x, y in zip(one, other, strict=True))
+def same_objects(one: Any, other: Any) -> bool:
+    """Return whether two collections have the same objects in the same order, and dicts under the same keys."""
+    if len(one) != len(other) or not all(map(is_, one, other)):
+        return False
+    return not isinstance(one, dict) or all(map(is_, one.values(), other.values()))
 
 
 def _type_of(tensor: torch.Tensor | None) -> Any:
@@ -122,4 +123,4 @@ def _reads_unseen(kind: type) -> bool:
     return any(names(code) & UNSEEN for function in functions for code in codes(function.__code__))
 
 
-__all__ = ["Place", "Tree", "differences", "equal", "tree_of", "watchable"]
+__all__ = ["Place", "Tree", "differences", "equal", "same_objects", "tree_of", "watchable"]

@@ -100,13 +100,8 @@ class OutsideCalls:
 
     def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call torch without recording."""
-        if not self._on:
+        with self.paused():
             return call(*args, **kwargs)
-        sys.setprofile(None)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            sys.setprofile(self._seen)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

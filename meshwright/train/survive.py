@@ -272,8 +272,8 @@ def why_not(
 
 
 def group_unless(among: Group | None, reason: str) -> Group | None:
-    """This process among the generations of its job; None where a job ends with its first rank, or for a reason, of
-    which the launcher is told."""
+    """This process among the generations of its job; None where a job ends with its first rank, or for a reason, which
+    the launcher reads."""
     if among is None or not reason:
         return among
     among.cannot_go_on(reason)

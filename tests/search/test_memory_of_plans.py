@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,16 @@ def test_six_layers_are_judged_as_they_are(kind: str, mode: str) -> None:
     assert plan.claims["peak_bytes"] == pytest.approx(peaks("wide gpt", plan, where)[0].bytes, rel=1e-3)
 
 
+def few_and_full(name: str, repeats: int, asked: dict[str, object]) -> tuple[Any, Any]:
+    """What a choice of shardings costs under techniques, judged from a few of its equal layers and from all."""
+    planner = planner_of(name, "2", "gpu")
+    space = planner.space(named([[0]]))
+    choice = space.choice(solve(space.problem()).states)
+    evaluator = planner.under(techniques_from(asked)).evaluator
+    assert evaluator is not None and planner.folds.repeats == (repeats,)
+    return evaluator(choice), evaluator.in_full(choice)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -87,12 +98,7 @@ def test_six_layers_are_judged_as_they_are(kind: str, mode: str) -> None:
 )
 def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, object]) -> None:
     """What is brought back a layer ahead is there once, however many layers there are."""
-    planner = planner_of("wide gpt", "2", "gpu")
-    space = planner.space(named([[0]]))
-    choice = space.choice(solve(space.problem()).states)
-    evaluator = planner.under(techniques_from(asked)).evaluator
-    assert evaluator is not None and planner.folds.repeats == (6,)
-    few, full = evaluator(choice), evaluator.in_full(choice)
+    few, full = few_and_full("wide gpt", 6, asked)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-3)
 
@@ -104,12 +110,7 @@ def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, ob
 )
 def test_layers_of_two_kinds_in_turn_are_judged_from_a_few_as_from_all(asked: dict[str, object]) -> None:
     """A copy of a local and a global layer has two: fewer copies show the first and the last, and one between."""
-    planner = planner_of("wide gpt-oss", "2", "gpu")
-    space = planner.space(named([[0]]))
-    choice = space.choice(solve(space.problem()).states)
-    evaluator = planner.under(techniques_from(asked)).evaluator
-    assert evaluator is not None and planner.folds.repeats == (5,)
-    few, full = evaluator(choice), evaluator.in_full(choice)
+    few, full = few_and_full("wide gpt-oss", 5, asked)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-9), (few, full)
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-9)
 
