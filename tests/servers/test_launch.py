@@ -41,7 +41,8 @@ def test_without_state_a_killed_server_ends_the_job():
     done = run("--servers", "2", "--workers", "2", str(SCRIPT), "kill")
     assert done.returncode != 0
     assert "parameter server 0 is lost" in done.stderr
-    assert "with --server-state a killed one goes on" in done.stderr
+    # the launcher does not repeat what the shown rank said, and either rank may notice first
+    assert "with --server-state a killed one goes on" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
