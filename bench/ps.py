@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ from pathlib import Path
 
 import torch
 
+from bench.registration import scheduler
+from meshwright.launch.nodes import Nodes
 from meshwright.launch.servers import started
 from meshwright.servers import messages as m
+from meshwright.servers.meeting import FOLDER, meeting
 from meshwright.servers.shards import Parameter, Start, spread
-from meshwright.servers.sockets import FOLDER, Remote
+from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
 
 FLOATS, WIDTH, TABLE_ROWS, BATCH = 25_000_000, 64, 2_000_000, 32_768
@@ -38,12 +42,13 @@ def workers(
     count: int = 1,
     bound: int | None = 0,
     state: Path | None = None,
+    nodes: Nodes | None = None,
 ) -> Iterator[list[Worker]]:
-    """Workers in this process, of servers in processes of their own."""
-    with started(servers, state):
+    """Workers in this process, of servers in processes of their own; `nodes`: that are found by a scheduler."""
+    with started(servers, state, nodes):
         folder = Path(os.environ[FOLDER])
         declare = m.Declare("bench", parameters, spread(parameters, range(servers)), bound, count)
-        made = [Worker(Remote(folder), number, declare) for number in range(count)]
+        made = [Worker(Remote(meeting(folder)), number, declare) for number in range(count)]
         made[0].fill(lambda name, rows: torch.zeros(parameters[0].shape))
         for worker in made:
             worker.join()
@@ -62,19 +67,35 @@ def seconds(run: Callable[[], object], times: int = 9) -> tuple[float, float]:
     return statistics.median(w for w, _ in found), statistics.median(p for _, p in found)
 
 
-def dense(state: Path | None = None) -> None:
+def dense(how: str, state: Path | None = None, nodes: Nodes | None = None) -> None:
     """Pull and push 100 MB."""
     given = (Parameter("weight", (FLOATS,), "float32", "SGD", {"lr": 0.1}),)
-    with workers(given, 1, state=state) as (worker,):
+    with workers(given, 1, state=state, nodes=nodes) as (worker,):
         gradient = torch.zeros(FLOATS)
         worker.pull(("weight",))
         pull, push = (
             seconds(lambda: worker.pull(("weight",))),
             seconds(lambda: worker.push(1.0, {"weight": gradient})),
         )
-    how = "with --server-state" if state is not None else "one server"
     print(f"pull 100 MB, {how}: {0.1 / pull[0]:.2f} GB/s ({pull[1]:.3f} processor seconds of the worker)")
     print(f"push 100 MB and update: {0.1 / push[0]:.2f} GB/s ({push[1]:.3f})")
+
+
+def over_network() -> None:
+    """The same as between machines, over the loopback network, in the clear and with TLS."""
+    for secret in ("", "the secret of a benchmark"):
+        with scheduler(secret, 1) as place, tempfile.NamedTemporaryFile("w") as file:
+            file.write(secret)
+            file.flush()
+            nodes = Nodes(
+                1,
+                place.host,
+                place.port,
+                id="node0",
+                secret=Path(file.name) if secret else None,
+                insecure=not secret,
+            )
+            dense("over TLS" if secret else "over TCP", nodes=nodes)
 
 
 def rows() -> None:
@@ -154,12 +175,11 @@ def others() -> None:
 
 
 def main() -> None:
-    import tempfile
-
     torch.set_num_threads(1)
-    dense()
+    dense("one server")
     with tempfile.TemporaryDirectory() as state:
-        dense(Path(state))
+        dense("with --server-state", Path(state))
+    over_network()
     rows()
     slow_worker()
     others()

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from meshwright.scheduler import messages as m
 from meshwright.scheduler.client import Place
@@ -44,19 +46,26 @@ async def measure(place: Place) -> float:
     return time.monotonic() - begin
 
 
+@contextmanager
+def scheduler(secret: str, nodes: int) -> Iterator[Place]:
+    """A scheduler process of this machine, for a job of so many nodes; without a secret there is no TLS."""
+    settings = json.dumps({"host": "127.0.0.1", "port": PORT, "nodes": nodes})
+    command = [sys.executable, "-m", "meshwright.launch.scheduler_process", settings]
+    with subprocess.Popen(command, env={**os.environ, SECRET: secret}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield Place("127.0.0.1", PORT, Trust(secret))
+        finally:
+            process.terminate()
+
+
 def main() -> None:
     secret = "" if "--plain" in sys.argv else "the secret of a benchmark"
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 14), hard))
-    settings = json.dumps({"host": "127.0.0.1", "port": PORT, "nodes": WORKERS})
-    command = [sys.executable, "-m", "meshwright.launch.scheduler_process", settings]
-    with subprocess.Popen(command, env={**os.environ, SECRET: secret}, stdout=subprocess.PIPE) as scheduler:
-        assert scheduler.stdout is not None
-        scheduler.stdout.readline()
-        try:
-            seconds = asyncio.run(measure(Place("127.0.0.1", PORT, Trust(secret))))
-        finally:
-            scheduler.terminate()
+    with scheduler(secret, WORKERS) as place:
+        seconds = asyncio.run(measure(place))
     print(f"{WORKERS} workers, {'TLS' if secret else 'plain'}: {seconds:.2f} s")
 
 

@@ -29,11 +29,12 @@ from meshwright.servers.declared import Optimizers, declared
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
+from meshwright.servers.meeting import FOLDER, meeting
 from meshwright.servers.moving import use_servers
 from meshwright.servers.rejoin import take_part
 from meshwright.servers.server import Server
 from meshwright.servers.shards import MOST_SERVERS, Options, spread
-from meshwright.servers.sockets import COUNT, FOLDER, WANTED, Remote
+from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
@@ -108,7 +109,7 @@ class ServerStep:
         self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
         count, number = launched_world(), int(os.environ.get("RANK", "0"))
         transport, servers = _transport(count)
-        job = Path(os.environ.get(FOLDER, "alone")).name
+        job = transport.meeting.job if isinstance(transport, Remote) else "alone"
         self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
         self.worker = Worker(transport, number, self._declare)
         if number == 0:
@@ -228,10 +229,9 @@ class ServerStep:
             raise ServerError(
                 f"use_servers({count!r}) cannot be done", why=why, hint="meshwright run --servers 2 …"
             )
-        part = transport.folder / f"{WANTED}.part"
-        part.write_text(str(count))
-        part.rename(transport.folder / WANTED)
-        return Move(Remote(transport.folder), self._declare, range(count))
+        found = meeting(Path(os.environ[FOLDER]))
+        found.want(count)
+        return Move(Remote(found), self._declare, range(count))
 
     def close(self) -> None:
         """Leave the job: the other workers no longer wait for this one."""
@@ -280,9 +280,8 @@ def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
 def _transport(workers: int) -> tuple[Transport, tuple[int, ...]]:
     """The servers of this job, and their numbers; without any, one in this process, if it is alone."""
     if (named := os.environ.get(FOLDER)) is not None:
-        folder = Path(named)
-        count = int((folder / COUNT).read_text())
-        return Remote(folder), tuple(range(count))
+        found = meeting(Path(named))
+        return Remote(found), tuple(range(found.count()))
     if workers > 1:
         raise ServerError(
             f"{workers} workers have no parameter server",

@@ -100,11 +100,14 @@ def run(
         ),
     ] = "600",
     servers: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="N", help="How many parameter servers to start beside the ranks, on this machine."
+            metavar="N",
+            help="How many parameter servers to start beside the ranks of this machine; of several machines, each says "
+            "it, and it may be 0.",
+            show_default=False,
         ),
-    ] = "0",
+    ] = None,
     server_state: Annotated[
         Path | None,
         typer.Option(
@@ -158,7 +161,6 @@ def run(
     The output of rank 0 is shown, that of all ranks is logged. All ranks end with the launcher.
     The exit code is that of the rank that failed first.
     """
-    from meshwright.errors import LaunchError
     from meshwright.launch.from_table import with_table
     from meshwright.launch.job import Job, check, count, duration
     from meshwright.launch.nodes import placed
@@ -174,11 +176,7 @@ def run(
         insecure=insecure,
         wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
     )
-    server_count = count(servers, "--servers")
-    if nodes is not None and server_count:
-        raise LaunchError(
-            "--servers with several machines", why="parameter servers are processes of one machine"
-        )
+    server_count = None if servers is None else count(servers, "--servers")
     job = Job(
         nproc=counts[nodes.index if nodes is not None and len(counts) > 1 else 0],
         target=target,
@@ -205,7 +203,7 @@ def run(
     from meshwright.launch import launch
     from meshwright.launch.servers import started
 
-    with started(server_count, server_state):
+    with started(server_count, server_state, job.nodes):
         outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)

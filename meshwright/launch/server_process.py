@@ -15,6 +15,7 @@ import torch
 
 from meshwright.launch.bootstrap import die_with
 from meshwright.servers.journal import Journal
+from meshwright.servers.meeting import meeting
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 
@@ -34,7 +35,7 @@ def main() -> None:
     journal = Journal(Path(sys.argv[4]) / str(number), number) if len(sys.argv) > 4 else None
     server = journal.server() if journal is not None else Server(number)
     (folder / f"{number}.pid").write_text(str(os.getpid()))
-    Serving(server, folder, journal).run()
+    Serving(server, meeting(folder), journal).run()
 
 
 if __name__ == "__main__":

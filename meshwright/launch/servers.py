@@ -1,4 +1,4 @@
-"""Parameter servers of a job on this machine: started before its ranks, started again when killed, ended after them."""
+"""Parameter servers of this machine: started before its ranks, started again when killed, ended after them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,45 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import LaunchError, path_from
+from meshwright.launch.nodes import Nodes, trusted
+from meshwright.scheduler.client import FILE, Place
+from meshwright.scheduler.trust import SECRET, Trust
+from meshwright.servers.meeting import FOLDER, Meeting, meeting
 
-FOLDER = "MESHWRIGHT_SERVERS"  # see `meshwright.servers.sockets`, which imports torch
 POLL_SECONDS = 0.1
+ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
 SPARE = "spare"
 MOST_SERVERS = 64  # of which each has a block of every table
 
 
 class Servers:
-    """`folder`: of their sockets. `state`: where they keep what must outlive them, None: nothing does."""
+    """`count`: of this machine, which is called `node`. `folder`: in which its processes find how they meet others.
+    `state`: where servers keep what must outlive them, None: nothing does."""
 
-    def __init__(self, count: int, folder: Path, state: Path | None) -> None:
-        self.folder, self.state = folder, state
-        (folder / "servers").write_text(str(count))
-        self.processes = [self._process(str(number)) for number in range(count)]
+    def __init__(self, count: int, folder: Path, state: Path | None, node: str) -> None:
+        self.folder, self.state, self._node = folder, state, node
+        self._meeting: Meeting = meeting(folder)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lost: set[int] = set()
+        # of one machine the ranks may ask at once; of several, a scheduler has to be there
+        self._numbers = None if node else self._meeting.begin(count, node)
         # one that has loaded everything: a killed server is back in a moment
-        self._spare = self._process(SPARE) if state is not None else None
+        self._spare = self._process(SPARE) if state is not None and count else None
         self._ending = threading.Event()
-        self._watch = threading.Thread(target=self._restart, name="parameter servers", daemon=True)
+        self._watch = threading.Thread(
+            target=self._follow, args=(count,), name="parameter servers", daemon=True
+        )
         self._watch.start()
 
     def _process(self, place: str) -> subprocess.Popen[bytes]:
         kept = [] if self.state is None else [str(self.state)]
         words = [sys.executable, "-m", "meshwright.launch.server_process", str(os.getpid()), str(self.folder)]
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        env = {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k != SECRET}}
         stdin = subprocess.PIPE if place == SPARE else subprocess.DEVNULL
         return subprocess.Popen([*words, place, *kept], stdin=stdin, env=env)
 
@@ -52,39 +63,48 @@ class Servers:
         self._spare = self._process(SPARE)
         return spare
 
-    def _restart(self) -> None:
-        """Start servers again that were killed, or let workers know that their values are lost."""
+    def _follow(self, count: int) -> None:
+        """Start the servers, again those that are killed, and more when they are asked for."""
+        while self._numbers is None and not self._ending.is_set():
+            with contextlib.suppress(LaunchError):  # the scheduler is not there yet
+                self._numbers = self._meeting.begin(count, self._node)
+        for number in self._numbers or ():
+            self.processes[number] = self._process(str(number))
+        asked = 0.0
         while not self._ending.wait(POLL_SECONDS):
-            self._start_more()
-            for number, process in enumerate(self.processes):
-                status = process.poll()
-                if status is None or (self.folder / f"{number}.lost").exists():
-                    continue
-                how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-                if self.state is not None and status < 0:
-                    print(f"parameter server {number} ended by {how}: it is started again", file=sys.stderr)
-                    self.processes[number] = self._start(number)
-                else:
-                    why = (
-                        f"it ended by {how}, and its values with it; with --server-state a killed one goes on"
-                    )
-                    part = self.folder / f"{number}.part"
-                    part.write_text(why)
-                    part.rename(self.folder / f"{number}.lost")
+            with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
+                self._restart()
+                if time.monotonic() > asked + ASK_SECONDS:
+                    asked = time.monotonic()
+                    self._start_more()
+        self._meeting.close()
 
     def _start_more(self) -> None:
         """Start the servers that `ServerStep.use_servers` asks for."""
-        try:
-            wanted = int((self.folder / "wanted").read_text())
-        except (OSError, ValueError):  # nobody does, or it is being written
-            return
-        while len(self.processes) < min(wanted, MOST_SERVERS):
-            self.processes.append(self._start(len(self.processes)))
+        for number in self._meeting.more(MOST_SERVERS):
+            if number not in self.processes and self._meeting.starts(number):
+                self.processes[number] = self._start(number)
+
+    def _restart(self) -> None:
+        """Start servers again that were killed, or let workers know that their values are lost."""
+        for number, process in self.processes.items():
+            status = process.poll()
+            if status is None or number in self._lost:
+                continue
+            how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            if self.state is not None and status < 0:
+                print(f"parameter server {number} ended by {how}: it is started again", file=sys.stderr)
+                self.processes[number] = self._start(number)
+                continue
+            self._meeting.lose(
+                number, f"it ended by {how}, and its values with it; with --server-state a killed one goes on"
+            )
+            self._lost.add(number)
 
     def end(self) -> None:
         self._ending.set()
         self._watch.join()
-        every = [*self.processes, *([] if self._spare is None else [self._spare])]
+        every = [*self.processes.values(), *([] if self._spare is None else [self._spare])]
         for process in every:
             process.kill()
         for process in every:
@@ -94,12 +114,13 @@ class Servers:
 
 
 @contextlib.contextmanager
-def started(count: int, state: Path | None) -> Iterator[None]:
-    """Servers within the block; ranks find them by the environment. Raises LaunchError."""
-    if not count:
+def started(count: int | None, state: Path | None, nodes: Nodes | None = None) -> Iterator[None]:
+    """Servers of this machine within the block; ranks find them, and those of other machines, by the environment.
+    `count`: None for a job without servers. Raises LaunchError."""
+    if count is None or (not count and nodes is None):
         yield
         return
-    if not 0 < count <= MOST_SERVERS:
+    if not 0 <= count <= MOST_SERVERS:
         raise LaunchError(f"--servers is {count}", why=f"a job has 1 to {MOST_SERVERS}", hint="--servers 2")
     if state is not None:
         hint = "--server-state with a folder that you own"
@@ -111,8 +132,10 @@ def started(count: int, state: Path | None) -> Iterator[None]:
                 f"cannot write to {state}", why=error.strerror or str(error), hint=hint
             ) from None
     folder = Path(tempfile.mkdtemp(prefix="meshwright-servers-"))  # only this user can open it
+    if nodes is not None:
+        Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
     before = os.environ.get(FOLDER)
-    servers = Servers(count, folder, state)
+    servers = Servers(count, folder, state, "" if nodes is None else nodes.id)
     os.environ[FOLDER] = str(folder)
     try:
         yield

@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import socket
-import ssl
 import threading
 import time
 import uuid
@@ -22,9 +21,9 @@ import msgspec
 
 from meshwright.errors import LaunchError
 from meshwright.scheduler import messages as m
-from meshwright.scheduler.trust import Trust, client_context, nonce, proof, same
+from meshwright.scheduler.link import CONNECT_SECONDS, SCHEDULER, at, call, receive, send
+from meshwright.scheduler.trust import Trust
 
-CONNECT_SECONDS = 10.0
 TURN_SECONDS = 2.0  # of waiting, before other threads may ask
 RETRY_SECONDS = (0.05, 2.0)  # between two attempts to connect, the first and the longest
 PATIENCE_SECONDS = 60.0  # without a scheduler
@@ -44,7 +43,7 @@ class Place:
     trust: Trust = field(default_factory=Trust)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return at(self.host, self.port)
 
     def write(self, path: Path) -> None:
         """Write it for processes of this user."""
@@ -65,63 +64,7 @@ class Place:
 def connect(place: Place) -> socket.socket:
     """A connection to the scheduler, greeted. Raises OSError for one that is not there, LaunchError for one that does
     not know the secret."""
-    plain = socket.create_connection((place.host, place.port), CONNECT_SECONDS)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    context = client_context(place.trust)
-    made: socket.socket = plain
-    try:
-        certificate = b""
-        if context is not None:
-            made = secured = context.wrap_socket(plain)
-            certificate = secured.getpeercert(binary_form=True) or b""
-        _greet(made, place, certificate)
-    except ssl.SSLCertVerificationError as error:
-        made.close()
-        raise _untrusted(place, f"its certificate: {error.verify_message}") from None
-    except ssl.SSLError as error:
-        made.close()
-        raise _untrusted(place, f"TLS: {error.reason or error}") from None
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _greet(made: socket.socket, place: Place, certificate: bytes) -> None:
-    secret, mine = place.trust.secret, nonce()
-    send(made, m.Hello(m.VERSION, mine))
-    answer = receive(made, m.Challenge | m.Refused, m.GREETING_BYTES)
-    if isinstance(answer, m.Refused):
-        raise answer.error()
-    both = (mine, answer.nonce, certificate)
-    if not same(answer.proof, proof(secret, "scheduler", *both)):
-        raise _untrusted(place, "it does not know the secret of this job, or somebody sits in between")
-    send(made, m.Prove(proof(secret, "node", *both)))
-    receive(made, m.Welcome, m.GREETING_BYTES)
-
-
-def _untrusted(place: Place, why: str) -> LaunchError:
-    hint = "the same --secret on all nodes (MESHWRIGHT_SECRET), and the same --certificates"
-    return LaunchError(f"the scheduler at {place} is not trusted", why=why, hint=hint)
-
-
-def send(made: socket.socket, message: m.Message) -> None:
-    made.sendall(m.frame(message))
-
-
-def receive(made: socket.socket, kind: Any, limit: int = m.FRAME_BYTES) -> Any:
-    """The next message. Raises EOFError at the end, Malformed for anything else than `kind`."""
-    return m.decode(_exactly(made, m.length(_exactly(made, m.LENGTH.size), limit)), kind)
-
-
-def _exactly(made: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        more = made.recv(min(count - len(data), 1 << 20))
-        if not more:
-            raise EOFError("the connection has ended")
-        data += more
-    return bytes(data)
+    return call(place.host, place.port, place.trust, SCHEDULER)
 
 
 class Client:
@@ -223,4 +166,4 @@ def _away(place: Place, error: Exception) -> Unreachable:
     return Unreachable(f"no scheduler answers at {place}", why=why, hint=hint)
 
 
-__all__ = ["Client", "Place", "Unreachable", "connect", "receive", "send"]
+__all__ = ["Client", "Place", "Unreachable", "connect"]

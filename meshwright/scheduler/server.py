@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshwright.scheduler import messages as m
+from meshwright.scheduler.link import SCHEDULER, challenged
 from meshwright.scheduler.members import Members
 from meshwright.scheduler.state import Kept
-from meshwright.scheduler.trust import nonce, proof, same
+from meshwright.scheduler.trust import same
 
 GREETING_SECONDS = 10.0
 TICK_SECONDS = 0.25
@@ -77,14 +78,14 @@ class Server:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         hello: m.Hello = await self._read(reader, m.GREETING_BYTES, m.Hello)
-        mine = nonce()
-        both = (hello.nonce, mine, self.certificate)
-        if hello.version != m.VERSION or len(hello.nonce) != len(mine):
-            writer.write(m.frame(m.Refused("the scheduler is of another version of Meshwright")))
+        try:
+            challenge, expected = challenged(hello, self.secret, self.certificate, SCHEDULER)
+        except m.Malformed as error:
+            writer.write(m.frame(m.Refused(str(error))))
             return False
-        writer.write(m.frame(m.Challenge(mine, proof(self.secret, "scheduler", *both))))
+        writer.write(m.frame(challenge))
         answer: m.Prove = await self._read(reader, m.GREETING_BYTES, m.Prove)
-        if not same(answer.proof, proof(self.secret, "node", *both)):
+        if not same(answer.proof, expected.proof):
             return False
         writer.write(m.frame(m.Welcome()))
         return True

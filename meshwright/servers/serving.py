@@ -9,31 +9,31 @@ import contextlib
 import socket
 import threading
 import time
-from pathlib import Path
 
+from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
+from meshwright.servers.meeting import Meeting
 from meshwright.servers.server import Reply, Server
-from meshwright.servers.sockets import TURN_SECONDS, address, receive, send, widen
+from meshwright.servers.sockets import TURN_SECONDS, receive, send
 from meshwright.servers.wire import Malformed
 
+STRANGERS = 1024  # connections that have proved nothing; the oldest has to go when one more comes
 GONE_SECONDS = 1.0  # for which a worker may be away
 RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears when it asks for something
 
 
 class Serving:
-    """`journal`: where requests are written before they are answered, None to keep nothing."""
+    """`meeting`: where it is found. `journal`: where requests are written before they are answered, None to keep
+    nothing."""
 
-    def __init__(self, server: Server, folder: Path, journal: Journal | None = None) -> None:
+    def __init__(self, server: Server, meeting: Meeting, journal: Journal | None = None) -> None:
         self.server, self.journal = server, journal
         self._changed = threading.Condition()
         self._connection_of: dict[int, socket.socket | None] = dict.fromkeys(server.clocks.of)
         self._open: set[socket.socket] = set()
-        path = address(folder, server.number)
-        path.unlink(missing_ok=True)
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(path))
-        self._listening.listen(4096)
+        self._strangers: dict[socket.socket, None] = {}
+        self._meeting, self._listening = meeting, meeting.listen(server.number)
         for worker in list(self._connection_of):  # after a restart: who does not come again is lost
             self._later(RESTART_SECONDS, worker, None)
 
@@ -44,21 +44,33 @@ class Serving:
                 made, _ = self._listening.accept()
             except OSError:
                 return
-            self._open.add(made)
-            threading.Thread(target=self._converse, args=(widen(made),), daemon=True).start()
+            self._strangers[made] = None
+            if len(self._strangers) > STRANGERS:
+                _end(next(iter(self._strangers)))
+            threading.Thread(target=self._greet, args=(made,), daemon=True).start()
 
     def close(self) -> None:
         """End as a process ends: all connections are closed, and nothing is written any more."""
-        for made in (self._listening, *list(self._open)):
-            with contextlib.suppress(OSError):
-                made.shutdown(socket.SHUT_RDWR)
+        for made in (self._listening, *list(self._open), *list(self._strangers)):
+            _end(made)
         self._listening.close()
         with self._changed:  # not in the middle of a request
             if self.journal is not None:
                 self.journal.close()
                 self.journal = None
 
+    def _greet(self, plain: socket.socket) -> None:
+        try:
+            made = self._meeting.admit(plain)
+        except (OSError, EOFError, MalformedGreeting):
+            plain.close()
+            return
+        finally:
+            self._strangers.pop(plain, None)
+        self._converse(made)
+
     def _converse(self, made: socket.socket) -> None:
+        self._open.add(made)
         try:
             while True:
                 body, tensors = receive(made)
@@ -110,6 +122,11 @@ class Serving:
             if self._connection_of.get(worker, self) is made:
                 del self._connection_of[worker]
                 self._answered(m.Leave(self.server.model, worker), [])
+
+
+def _end(made: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        made.shutdown(socket.SHUT_RDWR)
 
 
 __all__ = ["Serving"]

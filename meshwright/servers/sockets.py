@@ -1,7 +1,6 @@
-"""Servers as processes of this machine, at sockets in a folder that only its user can open.
+"""A worker asks servers that are processes, over sockets.
 
-The folder is what is trusted: who can open it is the job's user. A request is asked again after a lost connection,
-until the server is back; servers apply a push once.
+A request is asked again after a lost connection, until the server is back; servers apply a push once.
 """
 
 from __future__ import annotations
@@ -9,31 +8,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from pathlib import Path
 
-from meshwright.errors import ServerError
+from meshwright.errors import LaunchError, ServerError
+from meshwright.scheduler.client import Unreachable
 from meshwright.servers import messages as m
 from meshwright.servers.local import PATIENCE_SECONDS, Requests
+from meshwright.servers.meeting import Meeting
 from meshwright.servers.server import Reply
 from meshwright.servers.wire import Malformed, pieces, read
 
-FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
-COUNT = "servers"  # the file in it with their number
-WANTED = "wanted"  # the file with the number that the launcher shall have started
-BUFFER_BYTES = 4 << 20
 RETRY_SECONDS = 0.02
 AWAY_SECONDS = 30.0  # for which a server may be away
 TURN_SECONDS = 10.0  # after which a server that waits for others says so
-
-
-def address(folder: Path, number: int) -> Path:
-    """The socket of a server."""
-    return folder / f"{number}.sock"
-
-
-def lost(folder: Path, number: int) -> Path:
-    """The file in which the launcher says that a server will not come again, and why."""
-    return folder / f"{number}.lost"
 
 
 def fill_from(made: socket.socket, into: memoryview) -> None:
@@ -56,19 +42,15 @@ def receive(made: socket.socket) -> tuple[object, m.Tensors]:
     return read(lambda into: fill_from(made, into))
 
 
-def widen(made: socket.socket) -> socket.socket:
-    """A socket with room for large messages."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        made.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-    return made
-
-
 class Remote:
     """Asks servers over sockets; all requests are sent before the first answer is read."""
 
-    def __init__(self, folder: Path, patience: float = PATIENCE_SECONDS, away: float = AWAY_SECONDS) -> None:
-        """`patience`: seconds to wait for other workers; `away`: for a server that does not answer."""
-        self.folder, self.patience, self.away = folder, patience, away
+    def __init__(
+        self, meeting: Meeting, patience: float = PATIENCE_SECONDS, away: float = AWAY_SECONDS
+    ) -> None:
+        """`meeting`: where servers are found. `patience`: seconds to wait for other workers; `away`: for a server that
+        does not answer."""
+        self.meeting, self.patience, self.away = meeting, patience, away
         self._open: dict[int, socket.socket] = {}
 
     def ask(self, requests: Requests) -> dict[int, Reply]:
@@ -84,10 +66,9 @@ class Remote:
                     found[number] = reply
                 elif reply is not None:
                     down = time.monotonic() + self.away
-            for number in (n for n in left if n not in found and lost(self.folder, n).exists()):
-                raise ServerError(
-                    f"parameter server {number} is lost", why=lost(self.folder, number).read_text()
-                )
+            for number in (n for n in left if n not in found):
+                if why := self.meeting.lost(number):
+                    raise ServerError(f"parameter server {number} is lost", why=why)
             if time.monotonic() > min(end, down):
                 raise self._given_up(min(set(requests) - set(found)), time.monotonic() > end)
             if any(n not in self._open for n in left if n not in found):
@@ -97,12 +78,13 @@ class Remote:
     def _send(self, number: int, body: m.Request, tensors: m.Tensors) -> bool:
         try:
             if number not in self._open:
-                self._open[number] = widen(socket.socket(socket.AF_UNIX))
-                self._open[number].connect(str(address(self.folder, number)))
+                self._open[number] = self.meeting.call(number)
             send(self._open[number], body, tensors)
-        except OSError:
+        except (OSError, EOFError, Unreachable):
             self._lost(number)
             return False
+        except LaunchError as error:
+            raise ServerError(error.what, why=error.why, hint=error.hint) from None
         return True
 
     def _receive(self, number: int) -> Reply | None:
@@ -124,8 +106,8 @@ class Remote:
             return ServerError("the other workers do not come on", why=why)
         return ServerError(
             f"parameter server {number} does not answer",
-            why=f"it was tried for {self.away:g} s at {address(self.folder, number)}",
-            hint="its output is on the launcher's terminal",
+            why=f"it was tried for {self.away:g} s at {self.meeting.place(number)}",
+            hint="its output is on the terminal of the launcher that started it",
         )
 
     def __del__(self) -> None:
@@ -134,17 +116,7 @@ class Remote:
     def close(self) -> None:
         for number in list(self._open):
             self._lost(number)
+        self.meeting.close()
 
 
-__all__ = [
-    "COUNT",
-    "FOLDER",
-    "TURN_SECONDS",
-    "WANTED",
-    "Remote",
-    "address",
-    "lost",
-    "receive",
-    "send",
-    "widen",
-]
+__all__ = ["TURN_SECONDS", "Remote", "receive", "send"]

@@ -14,7 +14,8 @@ import pytest
 from meshwright.errors import LaunchError
 from meshwright.scheduler import messages as m
 from meshwright.scheduler import server as server_module
-from meshwright.scheduler.client import Client, Place, connect, receive, send
+from meshwright.scheduler.client import Client, Place, connect
+from meshwright.scheduler.link import receive, send
 from meshwright.scheduler.trust import Trust, client_context, find_secret, proof, server_context
 from tests.scheduler.serving import SECRET, serving
 

@@ -50,10 +50,6 @@ def test_without_state_a_killed_server_ends_the_job():
     [
         (("--servers", "65"), "--servers is 65"),
         (("--servers", "two"), "--servers is 'two'"),
-        (
-            ("--servers", "1", "--nnodes", "2", "--master", "a:2000", "--insecure"),
-            "--servers with several machines",
-        ),
     ],
 )
 def test_servers_that_cannot_be(words, what):

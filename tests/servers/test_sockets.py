@@ -18,10 +18,11 @@ from meshwright.errors import ServerError
 from meshwright.servers import messages as m
 from meshwright.servers import serving, snapshots
 from meshwright.servers.journal import Journal
+from meshwright.servers.meeting import InFolder
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 from meshwright.servers.shards import Parameter, spread
-from meshwright.servers.sockets import Remote, address, lost, receive, send
+from meshwright.servers.sockets import Remote, receive, send
 from meshwright.servers.worker import Worker
 from tests.servers.jobs import ROWS, WIDTH, full, parameters, values
 from tests.servers.jobs import job as local_job
@@ -36,7 +37,7 @@ class Job:
 
     def started(self, number: int) -> Serving:
         journal = Journal(self.folder / "state" / str(number), number, self.every)
-        made = Serving(journal.server(), self.folder, journal)
+        made = Serving(journal.server(), InFolder(self.folder), journal)
         threading.Thread(target=made.run, daemon=True).start()
         return made
 
@@ -63,7 +64,7 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def worker(job: Job, number: int, workers: int, name: str = "Adam", bound: int | None = 0) -> Worker:
     given = parameters(name, {"lr": 0.1})
     declare = m.Declare("job", given, spread(given, range(len(job.running))), bound, workers)
-    made = Worker(Remote(job.folder, 30, 10), number, declare)
+    made = Worker(Remote(InFolder(job.folder), 30, 10), number, declare)
     if number == 0:
         made.fill(values)
     made.join()
@@ -179,13 +180,13 @@ def test_bytes_that_are_no_message_end_the_connection_alone(jobs, tmp_path):
     before = full(made)
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4junk", b"\xff\xff\xff\xff", b"\0\0\0\1\x80"):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(str(address(tmp_path, 0)))
+            stranger.connect(InFolder(tmp_path).place(0))
             stranger.sendall(junk)
             stranger.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(address(tmp_path, 0)))
+        stranger.connect(InFolder(tmp_path).place(0))
         send(stranger, m.Push("0abc", 1, 0, 0, 1.0), [])
         answer, _ = receive(stranger)
         assert isinstance(answer, m.Refused)
@@ -194,12 +195,12 @@ def test_bytes_that_are_no_message_end_the_connection_alone(jobs, tmp_path):
 
 def test_a_server_that_stays_away_is_named(jobs, tmp_path):
     made = worker(jobs(1), 0, 1)
-    job_of_nobody = Remote(tmp_path / "elsewhere", away=0.1)
+    job_of_nobody = Remote(InFolder(tmp_path / "elsewhere"), away=0.1)
     with pytest.raises(ServerError, match="parameter server 0 does not answer"):
         job_of_nobody.ask({0: (m.Leave(made.model, 0), [])})
     (tmp_path / "elsewhere").mkdir()
-    lost(tmp_path / "elsewhere", 0).write_text("it ended by SIGKILL")
+    InFolder(tmp_path / "elsewhere").lose(0, "it ended by SIGKILL")
     began = time.monotonic()
     with pytest.raises(ServerError, match="parameter server 0 is lost"):
-        Remote(tmp_path / "elsewhere", away=60).ask({0: (m.Leave(made.model, 0), [])})
+        Remote(InFolder(tmp_path / "elsewhere"), away=60).ask({0: (m.Leave(made.model, 0), [])})
     assert time.monotonic() - began < 60
