@@ -10,7 +10,19 @@ import sys
 import typer
 
 import meshwright
-from meshwright.cli import calibrate, convert, diff, estimate, explain, goodput, plan, run, scheduler, verify
+from meshwright.cli import (
+    calibrate,
+    convert,
+    diff,
+    estimate,
+    explain,
+    goodput,
+    k8s,
+    plan,
+    run,
+    scheduler,
+    verify,
+)
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -47,6 +59,7 @@ app.command(name="goodput")(goodput.goodput)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="convert")(convert.convert)
 app.command(name="scheduler")(scheduler.scheduler)
+app.add_typer(k8s.app, name="k8s")
 app.command(name="run", context_settings=run.CONTEXT)(run.run)
 
 

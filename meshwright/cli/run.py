@@ -136,6 +136,14 @@ def run(
             rich_help_panel=SEVERAL,
         ),
     ] = None,
+    stop_alone: Annotated[
+        bool,
+        typer.Option(
+            "--stop-alone",
+            help="A signal ends this machine alone: the others wait until it comes again, as --max-restarts allows.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = False,
     rank_table: Annotated[
         Path | None,
         typer.Option(
@@ -161,6 +169,7 @@ def run(
     The output of rank 0 is shown, that of all ranks is logged. All ranks end with the launcher.
     The exit code is that of the rank that failed first.
     """
+    from meshwright.errors import LaunchError
     from meshwright.launch.from_table import with_table
     from meshwright.launch.job import Job, check, count, duration
     from meshwright.launch.nodes import placed
@@ -175,7 +184,10 @@ def run(
         certificates=certificates,
         insecure=insecure,
         wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
+        stops_alone=stop_alone,
     )
+    if stop_alone and nodes is None:
+        raise LaunchError("--stop-alone on one machine", why="it is about the others", hint="leave it out")
     server_count = None if servers is None else count(servers, "--servers")
     job = Job(
         nproc=counts[nodes.index if nodes is not None and len(counts) > 1 else 0],

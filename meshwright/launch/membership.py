@@ -162,10 +162,10 @@ class Member:
         return bool(state.seen) and (state.over or state.attempt != self._attempt)
 
     def stopped(self, status: int) -> None:
-        """Tell the others that the job has been asked to stop."""
-        self._report(
-            m.Report(self._node.id, self._attempt, status, "stopped by a signal", m.OWN, True), TURN_SECONDS
-        )
+        """Tell the others that the job, or this machine alone, has been asked to stop."""
+        final = not self._nodes.stops_alone
+        text = "stopped by a signal"
+        self._report(m.Report(self._node.id, self._attempt, status, text, m.OWN, final), TURN_SECONDS)
 
     def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
         """How the attempt has ended for all machines, and whether the job begins again."""

@@ -25,8 +25,8 @@ NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 class Nodes:
     """`count` machines with `world` ranks in all (0: whatever the nodes have); this one is number `index` (-1: any
     place), called `id`. The scheduler is at `host` and `port`. `secret`: a file; without one, and none in the
-    environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever. `restarts`: of the
-    job."""
+    environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever. `stops_alone`: a
+    signal to this one does not end the job, which waits for it to come again, as often as it may restart."""
 
     count: int
     host: str
@@ -38,6 +38,7 @@ class Nodes:
     insecure: bool = False
     certificates: Path | None = None
     wait_seconds: float = WAIT_SECONDS
+    stops_alone: bool = False
 
     @property
     def master(self) -> str:

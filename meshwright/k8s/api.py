@@ -1,0 +1,147 @@
+"""The few requests that the operator makes, over aiohttp, with what kopf has logged in with."""
+
+# pyright: reportMissingImports=false
+# kopf and aiohttp come with the extra k8s.
+
+from __future__ import annotations
+
+import base64
+import ssl
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import kopf
+import msgspec
+
+from meshwright.k8s import resource as r
+
+Object = dict[str, Any]
+JOBS = f"/apis/{r.GROUP}/{r.VERSION}"
+SECONDS = 30.0
+
+
+class Refused(Exception):
+    """The API server's answer to a request that it does not do. `status`: of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Api:
+    """Requests to one API server."""
+
+    def __init__(self, session: aiohttp.ClientSession, server: str, token: Path | None = None) -> None:
+        self._session, self._server, self._token = session, server.rstrip("/"), token
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def ask(self, method: str, path: str, body: Object | None = None, **query: str) -> Any:
+        """The answer. Raises Refused."""
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": kind, "Accept": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.read_text().strip()}"
+        url = self._server + path
+        async with self._session.request(method, url, data=data, params=query, headers=headers) as answer:
+            content = await answer.read()
+            if answer.status >= 400:
+                raise Refused(answer.status, _message(content))
+            return content if path.endswith("/log") else msgspec.json.decode(content)
+
+    async def job(self, namespace: str, name: str) -> Object | None:
+        """The job; None when there is none."""
+        return await self._found(f"{JOBS}/namespaces/{namespace}/{r.PLURAL}/{name}")
+
+    async def node(self, name: str) -> Object | None:
+        return await self._found(f"/api/v1/nodes/{name}")
+
+    async def _found(self, path: str) -> Object | None:
+        try:
+            return await self.ask("GET", path)
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def pods(self, namespace: str, selector: str) -> list[Object]:
+        answer = await self.ask("GET", f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
+        return answer["items"]
+
+    async def log(self, namespace: str, pod: str, lines: int) -> str:
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        return (await self.ask("GET", path, tailLines=str(lines))).decode(errors="replace")
+
+    async def create(self, object: Object) -> None:
+        """Make an object; one of its name that is there already stays."""
+        plural = {"Pod": "pods", "Service": "services", "Secret": "secrets"}[object["kind"]]
+        try:
+            await self.ask("POST", f"/api/v1/namespaces/{object['metadata']['namespace']}/{plural}", object)
+        except Refused as error:
+            if error.status != 409:
+                raise
+
+    async def delete_pod(self, namespace: str, name: str, uid: str, *, now: bool) -> None:
+        """Delete a pod, unless it has gone or another has its name."""
+        grace = {"gracePeriodSeconds": 0} if now else {}
+        await self._deleted(
+            f"/api/v1/namespaces/{namespace}/pods/{name}", {"preconditions": {"uid": uid}, **grace}
+        )
+
+    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        await self._deleted(f"{JOBS}/namespaces/{namespace}/{r.PLURAL}/{name}", body)
+
+    async def _deleted(self, path: str, body: Object) -> None:
+        try:
+            await self.ask("DELETE", path, body)
+        except Refused as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def write_status(self, job: Object, status: Object) -> None:
+        """Write the status of the job as it was read. Raises Refused (409) if it has changed since."""
+        metadata = job["metadata"]
+        path = f"{JOBS}/namespaces/{metadata['namespace']}/{r.PLURAL}/{metadata['name']}/status"
+        await self.ask("PUT", path, {**job, "status": status})
+
+
+def connect(info: kopf.ConnectionInfo, token: Path | None = None) -> Api:
+    """An API server as kopf knows it, by a file of kubectl or the account of a pod. `token`: a file that is replaced
+    from time to time."""
+    headers = {"Authorization": f"{info.scheme or 'Bearer'} {info.token}"} if info.token else {}
+    tls = False if info.insecure else _tls(info)
+    connector = aiohttp.TCPConnector(ssl=tls, limit=32)
+    timeout = aiohttp.ClientTimeout(total=SECONDS)
+    return Api(
+        aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout), str(info.server), token
+    )
+
+
+def _tls(info: kopf.ConnectionInfo) -> ssl.SSLContext:
+    data = base64.b64decode(info.ca_data).decode() if info.ca_data else None
+    context = ssl.create_default_context(cafile=info.ca_path, cadata=data)
+    if info.certificate_path and info.private_key_path:
+        context.load_cert_chain(str(info.certificate_path), str(info.private_key_path))
+    elif info.certificate_data and info.private_key_data:
+        with tempfile.TemporaryDirectory() as folder:  # ssl reads them from files alone
+            files = Path(folder, "cert.pem"), Path(folder, "key.pem")
+            for file, text in zip(files, (info.certificate_data, info.private_key_data), strict=True):
+                file.touch(mode=0o600)
+                file.write_bytes(base64.b64decode(text))
+            context.load_cert_chain(*map(str, files))
+    return context
+
+
+def _message(content: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(content)["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return content.decode(errors="replace")[:500]
+
+
+__all__ = ["Api", "Refused", "connect"]

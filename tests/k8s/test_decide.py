@@ -1,0 +1,263 @@
+"""What the operator decides, without a cluster: a fake one that does what is decided, and things that happen to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from meshwright.k8s import decide as d
+from meshwright.k8s import pods as p
+from meshwright.k8s import resource as r
+
+OWNER = p.Owner(name="demo", namespace="default", uid="u")
+
+
+def spec(replicas: int = 2, **more: Any) -> r.Spec:
+    return r.Spec(image="image", command=["train.py"], workers=r.Workers(replicas=replicas), **more)
+
+
+@dataclass
+class Cluster:
+    """Starts what is created at once, on the node `node`. `crashes`: how many actions are done before the operator ends
+    in the middle of a decision."""
+
+    spec: r.Spec
+    status: r.Status = field(default_factory=r.Status)
+    pods: dict[str, d.Pod] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
+    now: float = 1e9
+    node: str = "a"
+    slow: bool = False  # pods take until `stopped` to end
+    deleted: bool = False
+    shared: int = 0
+    made: list[str] = field(default_factory=list)
+    uids: Any = field(default_factory=lambda: count(1))
+    again: float | None = None
+
+    def settle(self, crash_after: int | None = None) -> None:
+        """Decide until there is nothing left to do."""
+        for _ in range(20):
+            job = d.Job(owner=OWNER, spec=self.spec, status=self.status)
+            decision = d.decide(job, list(self.pods.values()), self.lost, self.now)
+            same, self.status, self.again = decision.status == self.status, decision.status, decision.again
+            for action in decision.actions[:crash_after]:
+                self._do(action)
+            crash_after = None
+            waits = all(isinstance(a, d.Delete) and a.name in self.pods for a in decision.actions)
+            if same and waits:
+                return
+        raise AssertionError("it never comes to rest")
+
+    def _do(self, action: d.Action) -> None:
+        match action:
+            case d.CreateShared():
+                self.shared += 1
+            case d.CreateScheduler():
+                self._start("demo-scheduler", "scheduler", action.round, 0)
+            case d.CreateWorker():
+                assert action.address == self.pods["demo-scheduler"].address
+                self._start(f"demo-worker-{action.index}", "worker", action.round, action.index)
+            case d.Delete():
+                pod = self.pods.get(action.name)
+                if pod is None or pod.uid != action.uid:
+                    return
+                if action.now or pod.phase in d.DONE or not (self.slow or pod.node in self.lost):
+                    del self.pods[action.name]
+                else:
+                    self.pods[action.name] = replace(pod, deleting=True)
+            case d.DeleteJob():
+                self.deleted = True
+
+    def _start(self, name: str, role: str, round: int, index: int) -> None:
+        if name in self.pods:  # as the API server: a name is there once
+            return
+        self.made.append(name)
+        self.pods[name] = d.Pod(
+            name=name, uid=f"{next(self.uids)}", role=role, index=index, round=round,
+            phase="Running", address="10.0.0.1", node=self.node, ready=True,
+        )  # fmt: skip
+
+    def end(self, name: str, code: int) -> None:
+        pod = self.pods[name]
+        self.pods[name] = replace(pod, phase="Failed" if code else "Succeeded", exit_code=code)
+
+    def condition(self, kind: str) -> r.Condition:
+        return next(c for c in self.status.conditions if c.type == kind)
+
+
+def running(replicas: int = 2, **more: Any) -> Cluster:
+    cluster = Cluster(spec(replicas, **more))
+    cluster.settle()
+    assert (cluster.status.state, cluster.status.ready) == ("Running", f"{replicas}/{replicas}")
+    cluster.made.clear()
+    return cluster
+
+
+def test_the_scheduler_comes_first_and_workers_when_it_has_an_address():
+    cluster = Cluster(spec(3))
+    job = d.Job(owner=OWNER, spec=cluster.spec, status=cluster.status)
+    first = d.decide(job, [], {}, cluster.now)
+    assert first.actions == (d.CreateShared(), d.CreateScheduler(1))
+    starting = d.Pod(name="demo-scheduler", uid="1", role="scheduler", round=1)
+    second = d.decide(replace(job, status=first.status), [starting], {}, cluster.now)
+    assert (second.actions, second.status.state) == ((), "Starting")
+    cluster.settle()
+    assert cluster.made == ["demo-scheduler", *(f"demo-worker-{n}" for n in range(3))]
+    assert cluster.status.replica_statuses["Worker"].active == 3
+    assert cluster.status.selector == "meshwright.dev/job=demo"
+
+
+def test_a_killed_worker_is_replaced_at_once_and_then_later_and_later():
+    cluster = running()
+    waits = []
+    for _ in range(4):
+        cluster.end("demo-worker-1", 137)
+        cluster.settle()
+        if "demo-worker-1" not in cluster.pods:
+            assert cluster.again is not None and cluster.status.state == "Restarting"
+            assert "demo-worker-1: exit code 137, signal 9" in cluster.condition("Running").message
+            waits.append(round(cluster.again - cluster.now, 3))
+            cluster.now = cluster.again
+            cluster.settle()
+    assert waits == [1, 2, 4]
+    assert cluster.made == ["demo-worker-1"] * 4
+    assert (cluster.status.restarts, cluster.status.round, cluster.status.state) == (4, 1, "Running")
+    cluster.now += 1000
+    cluster.end("demo-worker-0", 137)
+    cluster.settle()
+    assert cluster.status.in_a_row == 1 and cluster.status.state == "Running"
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_an_operator_that_ends_in_the_middle_counts_a_failure_once(done):
+    cluster = running()
+    cluster.end("demo-worker-1", 137)
+    cluster.settle(crash_after=done)
+    assert (cluster.status.restarts, cluster.made) == (1, ["demo-worker-1"])
+
+
+def test_restarts_end_with_the_limit():
+    cluster = running(backoff_limit=1)
+    cluster.end("demo-worker-1", 137)
+    cluster.settle()
+    cluster.end("demo-worker-1", 139)
+    cluster.settle()
+    failed = cluster.condition("Failed")
+    assert (cluster.status.state, failed.reason) == ("Failed", "BackoffLimitExceeded")
+    assert failed.message == "2 restarts, backoffLimit is 1; demo-worker-1: exit code 139, signal 11"
+    assert list(cluster.pods) == ["demo-worker-1"]  # the log of the failed one stays
+
+
+@pytest.mark.parametrize(("code", "policy"), [(1, "OnFailure"), (137, "Never")])
+def test_a_script_that_fails_and_a_policy_of_never_end_the_job(code, policy):
+    cluster = Cluster(replace(spec(), workers=r.Workers(replicas=2, restart_policy=policy)))
+    cluster.settle()
+    cluster.end("demo-worker-0", code)
+    cluster.settle()
+    assert (cluster.status.state, cluster.condition("Failed").reason) == ("Failed", "WorkerFailed")
+    assert set(cluster.pods) == {"demo-worker-0"} and cluster.status.restarts == 0
+
+
+@pytest.mark.parametrize(("policy", "left"), [("Running", 2), ("All", 0), ("None", 3)])
+def test_success_and_what_is_cleaned_up(policy, left):
+    cluster = running(clean_pod_policy=policy, ttl_seconds_after_finished=60)
+    cluster.end("demo-worker-0", 0)
+    cluster.settle()
+    assert cluster.status.state == "Running"
+    cluster.end("demo-worker-1", 0)
+    cluster.settle()
+    assert (cluster.status.state, len(cluster.pods), cluster.again) == ("Succeeded", left, cluster.now + 60)
+    cluster.now += 61
+    assert not cluster.deleted
+    decision = d.decide(d.Job(owner=OWNER, spec=cluster.spec, status=cluster.status), [], {}, cluster.now)
+    assert decision.actions == (d.DeleteJob(),)
+
+
+def test_any_worker_is_enough_where_that_is_the_policy():
+    cluster = running(success_policy="AnyWorker")
+    cluster.end("demo-worker-1", 0)
+    cluster.settle()
+    assert (cluster.status.state, list(cluster.pods)) == ("Succeeded", ["demo-worker-1"])
+
+
+def test_a_deadline_ends_the_job():
+    cluster = running(active_deadline_seconds=100)
+    assert cluster.again == pytest.approx(cluster.now + 100)
+    cluster.now += 101
+    cluster.settle()
+    assert (cluster.status.state, cluster.condition("Failed").reason) == ("Failed", "DeadlineExceeded")
+    assert not cluster.pods
+
+
+def test_another_number_of_workers_is_another_round():
+    cluster = running()
+    cluster.slow = True
+    for replicas in (4, 2):
+        cluster.spec = replace(cluster.spec, workers=replace(cluster.spec.workers, replicas=replicas))
+        cluster.settle()
+        assert all(pod.deleting for pod in cluster.pods.values()) and not cluster.made
+        cluster.pods.clear()
+        cluster.settle()
+        assert len(cluster.made) == replicas + 1 and cluster.status.ready == f"{replicas}/{replicas}"
+        assert {pod.round for pod in cluster.pods.values()} == {cluster.status.round}
+        cluster.made.clear()
+    assert (cluster.status.round, cluster.status.restarts) == (3, 0)
+
+
+def test_suspended_and_resumed():
+    cluster = running()
+    for suspend, state, pods in ((True, "Suspended", 0), (False, "Running", 3)):
+        cluster.spec = replace(cluster.spec, suspend=suspend)
+        cluster.settle()
+        assert (cluster.status.state, len(cluster.pods)) == (state, pods)
+        assert cluster.condition("Suspended").status == str(suspend)
+    assert cluster.status.restarts == 0
+
+
+def test_pods_of_a_lost_node_go_elsewhere_by_force_after_a_while():
+    cluster = running()
+    cluster.pods["demo-worker-1"] = replace(cluster.pods["demo-worker-1"], node="b", ready=False)
+    cluster.lost = {"b": cluster.now}
+    cluster.settle()
+    assert not cluster.made and cluster.again == cluster.now + 30
+    cluster.now += 30
+    cluster.settle()
+    assert cluster.made == ["demo-worker-1"] and cluster.pods["demo-worker-1"].node == "a"
+    assert cluster.status.restarts == 1
+
+
+@pytest.mark.parametrize("how", ["gone", "failed", "node"])
+def test_a_lost_scheduler_begins_another_round(how):
+    cluster = running()
+    if how == "gone":
+        del cluster.pods["demo-scheduler"]
+    elif how == "failed":
+        cluster.end("demo-scheduler", 2)
+    else:
+        cluster.lost, cluster.node = {"a": 0.0}, "b"
+    cluster.settle()
+    assert (cluster.status.round, cluster.status.restarts, cluster.status.state) == (
+        2,
+        1 + 2 * (how == "node"),
+        "Running",
+    )
+    assert {pod.round for pod in cluster.pods.values()} == {2} and len(cluster.pods) == 3
+
+
+def test_a_change_that_cannot_be_leaves_what_runs():
+    cluster = running()
+    job = d.Job(owner=OWNER, spec=None, status=cluster.status, problem="no such field")
+    decision = d.decide(job, list(cluster.pods.values()), {}, cluster.now)
+    assert decision.actions == () and decision.status.state == "Refused"
+    assert "no such field" in str(decision.status.conditions)
+
+
+def test_only_what_pods_depend_on_begins_another_round():
+    cluster = running()
+    cluster.spec = replace(cluster.spec, ttl_seconds_after_finished=5, clean_pod_policy="All")
+    cluster.settle()
+    assert cluster.status.round == 1 and not cluster.made

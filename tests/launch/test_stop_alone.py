@@ -1,0 +1,72 @@
+"""A machine that is stopped alone: the others wait, and all go on when it comes again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import LaunchError
+from tests.launch.conftest import eventually
+
+SCRIPT = """
+import os, pathlib, time
+folder = pathlib.Path(__file__).parent
+(folder / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}").touch()
+while not (folder / "end").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.procs
+def test_a_machine_that_is_stopped_alone_may_come_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    begin = [sys.executable, "-m", "meshwright.cli"]
+    env = {**os.environ, "MESHWRIGHT_SECRET": "s" * 30}
+    more = ["--nnodes", "2", "--max-restarts", "1"]
+    scheduler = [*begin, "scheduler", "--listen", master, *more]
+    with contextlib.ExitStack() as stack:
+
+        def start(*command: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(command, env=env, cwd=tmp_path)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        def worker(number: int) -> subprocess.Popen[bytes]:
+            options = ["--master", master, "--node-id", str(number), "--stop-alone"]
+            return start(*begin, "run", *more, *options, str(script))
+
+        start(*scheduler)
+        workers = [worker(0), worker(1)]
+        eventually(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-1").exists(), "both ranks run")
+        workers[1].send_signal(signal.SIGTERM)
+        assert workers[1].wait(60) == 128 + signal.SIGTERM
+        time.sleep(0.2)
+        assert workers[0].poll() is None
+        workers[1] = worker(1)
+        eventually(
+            lambda: (tmp_path / "1-0").exists() and (tmp_path / "1-1").exists(), "both ranks run again"
+        )
+        (tmp_path / "end").touch()
+        assert [w.wait(60) for w in workers] == [0, 0]
+
+
+def test_alone_on_one_machine_is_refused(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from meshwright.cli import app
+
+    done = CliRunner().invoke(app, ["run", "--stop-alone", str(tmp_path / "x.py")])
+    assert isinstance(done.exception, LaunchError) and "on one machine" in done.exception.what
