@@ -16,6 +16,7 @@ python -m bench pipeline              stages on two and four ranks, against torc
 python -m bench guards                what is looked at before each step, and its share of the step
 python -m bench state                 saving and loading, against torch.distributed.checkpoint
 python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
+python -m bench recovery --events     what else breaks: seconds until the next step, steps lost, weights equal
 python -m bench ps                    parameter servers: pull, push, rows, a slow worker, memory; against rpc and Ray
 python -m bench gpu                   what a CUDA device shows (`make gpu`); has options of its own: --help
 python -m bench predict               predicted against measured steps; has options of its own: --help

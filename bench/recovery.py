@@ -1,10 +1,13 @@
 """Ranks killed at random moments, and the curve of losses beside that of a run that nobody disturbed.
 
     python -m bench recovery [--kills 20] [--ranks 2] [--steps 400] [--seed 5] [--folder PATH]
+    python -m bench recovery --events [NAME …] [--markdown]
 
 Every kill is `kill -9` of one rank, at a random moment: mostly between steps, within one or within a save, now and
 then while the ranks are still starting. `meshwright run --max-restarts` starts them again, and `mw.Autosave` goes on
 from the last checkpoint. Every loss that any attempt saw is compared with the undisturbed one, to the last bit.
+
+With `--events`: what else may happen to a job, and what each costs (`bench.recovery_events`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.recovery_events import EVENTS
+from bench.recovery_events import main as events
 from bench.recovery_run import EVERY
 
 SCRIPT = Path(__file__).with_name("recovery_run.py")
@@ -133,7 +138,7 @@ def curve(folder: Path, rank: int = 0) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for line in (folder / f"losses{rank}").read_text().splitlines(keepends=True):
         if line.endswith("\n"):
-            number, value = line.split()
+            number, value, *_ = line.split()
             found.setdefault(int(number), set()).add(value)
     return found
 
@@ -148,7 +153,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="for checkpoints and losses; by default a temporary one")
+    parser.add_argument("--events", nargs="*", choices=tuple(EVENTS), metavar="NAME", help=", ".join(EVENTS))
+    parser.add_argument("--markdown", action="store_true", help="the table of --events for a page")
     options = parser.parse_args(arguments)
+    if options.events is not None:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            events(options.events, Path(name), options.markdown)
+        return
     console = Console(width=100, highlight=False)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)

@@ -1,11 +1,13 @@
-"""What `bench.recovery` kills: training with dropout, a shuffled loader and saves beside the steps. Each rank writes
-its process down before all else, and then every loss, bit for bit.
+"""What `bench.recovery` disturbs: training with dropout, a shuffled loader and saves beside the steps. Each rank writes
+its process down before all else, and then every loss, bit for bit. Its optimizer is sharded, or with a third argument
+`replicas` each rank holds all. A file `last` in the folder ends the job after the step that it names.
 
-    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS
+    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS [replicas]
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -15,7 +17,7 @@ EVERY = 3  # steps from save to save
 SEQUENCE = 8
 
 
-def main(folder: Path, steps: int) -> None:
+def main(folder: Path, steps: int, replicas: bool = False) -> None:
     """Train until so many steps are done, from wherever the checkpoints in the folder are."""
     rank = os.environ["RANK"]
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # before the imports, which may be killed as well
@@ -28,17 +30,18 @@ def main(folder: Path, steps: int) -> None:
 
     torch.manual_seed(0)
     model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 2, 4, SEQUENCE, dropout=0.1), batch=8)
+    model = model.double()  # then a step too many is seen beside what rounds
     tokens = torch.randint(0, 48, (80, SEQUENCE + 1))
     samples = [{"ids": row[:-1], "targets": row[1:]} for row in tokens]
-    ranks = int(os.environ["WORLD_SIZE"])
+    how = {} if replicas else {"optimizer_parallel": 2, "threshold_kb": 0}
     step = mw.train_step(
         model,
         lambda p: torch.optim.AdamW(p, lr=1e-2),
         batch,
         loss=loss,
-        mesh=ranks,
-        optimizer_parallel=2,
-        threshold_kb=0,
+        mesh=int(os.environ["WORLD_SIZE"]),
+        exact_random=replicas,
+        **how,
     )
     loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True), step)
     autosave = mw.Autosave(step, folder / "ckpt", every=EVERY, data=loader, async_=True)
@@ -46,15 +49,21 @@ def main(folder: Path, steps: int) -> None:
         while step.steps < steps:
             for part in loader:
                 value = step(part).item()
-                losses.write(f"{step.steps} {value.hex()}\n")
+                told = (step.steps, value.hex(), f"{time.time():.4f}", step.mesh.size, os.getpid())
+                losses.write(" ".join(map(str, told)) + "\n")
                 losses.flush()
                 time.sleep(0.02)  # so that a kill meets a step, a save, or what lies between
                 autosave()
-                if step.steps == steps:
+                if (folder / "last").exists():
+                    steps = int((folder / "last").read_text())
+                if step.steps >= steps:
                     break
     autosave.close()
+    state = step.full_state()
+    digest = hashlib.sha256(b"".join(state[name].contiguous().numpy().tobytes() for name in sorted(state)))
+    (folder / f"weights{rank}").write_text(digest.hexdigest())
     mw.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["replicas"])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.machines import machines
 from meshwright.calibrate.plan import WAITED
 from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
-from tests.launch.machines import machines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.machines import Machine, machines
 from tests.launch.conftest import Launches, eventually
-from tests.launch.machines import Machine, machines
 from tests.launch.test_loopback import listening
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]

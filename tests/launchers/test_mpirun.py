@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.machines import machines
+from bench.machines import machines
 
 pytestmark = pytest.mark.procs
 SCRIPT = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.machines import machines
 from meshwright.errors import LaunchError, ServerError
 from meshwright.scheduler.client import FILE
 from meshwright.scheduler.link import PARAMETER_SERVER, SCHEDULER, call
@@ -21,7 +22,6 @@ from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 from meshwright.servers.sockets import Remote, send
 from tests.launch.conftest import Launches
-from tests.launch.machines import machines
 from tests.scheduler.serving import serving
 
 SCRIPT = Path(__file__).with_name("training.py")

@@ -4,19 +4,33 @@ not allowed they are addresses of the loopback network, which share ports and in
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+USES = itertools.count()  # links go some time after their namespace
+
 
 @dataclass(frozen=True)
 class Machine:
-    """`address`: its own. `prefix`: what runs a command there."""
+    """`address`: its own. `prefix`: what runs a command there. `port`: of the bridge, which the others are reached
+    through; empty where there is none."""
 
     address: str
     prefix: tuple[str, ...] = ()
+    port: str = ""
+
+    @contextlib.contextmanager
+    def unreachable(self) -> Iterator[None]:
+        """Within it, nothing comes from there and nothing arrives."""
+        ip("link", "set", self.port, "down")
+        try:
+            yield
+        finally:
+            ip("link", "set", self.port, "up")
 
 
 def ip(*words: str) -> None:
@@ -26,7 +40,7 @@ def ip(*words: str) -> None:
 @contextlib.contextmanager
 def machines(count: int, *, v6: bool = False) -> Iterator[list[Machine]]:
     """Machines that reach one another. `v6`: by addresses of IPv6."""
-    mark = f"mw{os.getpid() % 100000}"
+    mark = f"mw{os.getpid() % 100000}x{next(USES)}"
     names = [f"{mark}n{i}" for i in range(count)]
     with contextlib.ExitStack() as made:
         try:
@@ -50,4 +64,7 @@ def machines(count: int, *, v6: bool = False) -> Iterator[list[Machine]]:
             yield [Machine("::1" if v6 else f"127.0.0.{i + 2}") for i in range(count)]
             return
         address = "fd00:213::{}" if v6 else "10.213.7.{}"
-        yield [Machine(address.format(i + 1), ("ip", "netns", "exec", name)) for i, name in enumerate(names)]
+        yield [
+            Machine(address.format(i + 1), ("ip", "netns", "exec", name), f"{mark}v{i}")
+            for i, name in enumerate(names)
+        ]
