@@ -1,18 +1,25 @@
 """The ranks that are left form a group of their own, in a store of their own, and go on.
 
-`next_generation` waits for the launcher's word of who takes part, `enter` meets them. While they meet another one may
-be lost: then the launcher says so, `enter` raises PeerLost, and they meet as the next generation.
+`next_generation` waits for the launcher's word of who takes part, `enter` meets them, `connect` makes their groups.
+While they meet another one may be lost: then the launcher says so, these raise PeerLost, and the others meet as the
+next generation.
+
+torch cannot be stopped in the middle of making a group, which lasts until all its ranks are connected. So all ranks of
+a generation make theirs or none does: the first that has either seen all others come, or seen that the launcher has
+begun another generation, decides for all. After that only a loss ends it; a rank that comes is taken in later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +30,7 @@ from meshwright.heartbeat import generation
 from meshwright.heartbeat.generation import Generation
 from meshwright.runtime.communicator import Alone, Communicator, break_off, interrupt
 from meshwright.runtime.rendezvous import Meeting, meet_anew
-from meshwright.runtime.stores import FileStore, put
+from meshwright.runtime.stores import FileStore, Store, put
 
 WATCH_SECONDS = 0.25  # twice, from the word of the launcher until a step is interrupted
 LOOK_SECONDS = 0.01  # between two looks at what the launcher or another rank says
@@ -44,6 +51,7 @@ class Group:
         self.folder, self.launched, self.now = place, launched, now
         self._seen = 0
         self.busy = False  # with a step
+        self._left = threading.Event()  # the generation that was met last
 
     @property
     def comes(self) -> bool:
@@ -119,39 +127,111 @@ class Group:
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
         put(store, f"here/{rank}", b"here")
         keys = [f"here/{other}" for other in range(world)]
-        self._until(lambda: store.check(keys), "the others of its generation")
-        meet_anew(store, rank, world, self.changed)
+        while not store.check(keys):
+            if self.changed() and _decide(store, "no") == "no":
+                raise PeerLost(
+                    "another rank has gone", why="this one waited for the others of its generation"
+                )
+            time.sleep(LOOK_SECONDS / 4)
+        if _decide(store, "yes") == "no":
+            raise PeerLost("another rank has gone", why="another one did not wait for all of its generation")
+        self._left = threading.Event()
+        meet_anew(LeftStore(store, self._left), rank, world, self.changed)
         return Meeting()
 
     def connect(self, meeting: Meeting, mesh: Mesh, device: torch.device) -> Communicator:
-        """The communicator of a mesh of this generation. Raises PeerLost when the next one has begun: whoever is lost
-        meanwhile would be waited for as long as a collective may take, so a thread does the waiting."""
+        """The communicator of a mesh of this generation. Raises PeerLost when one of its ranks is lost: it would be
+        waited for as long as a collective may take, so a thread does the waiting."""
         if mesh.size == 1:
             return Alone(mesh)
         made: list[Communicator | Exception] = []
+        left = self._left
 
         def make() -> None:
             try:
                 made.append(meeting.connect(mesh, device))
             except Exception as error:
                 made.append(error)
+                return
+            if left.is_set():  # torch has one default group: this one has taken the place of the next one
+                print("the group of an earlier generation was made too late", file=sys.stderr, flush=True)
+                os._exit(1)
 
         thread = threading.Thread(target=make, name="connects", daemon=True)
         thread.start()
-        try:
-            self._until(lambda: bool(made), "the connections of its generation")
-        except PeerLost:
-            thread.join(CONNECT_SECONDS)  # a group that is all but made would be in the way of the next one
-            raise
+        while not made:
+            if self._lacks_one():
+                thread.join(
+                    CONNECT_SECONDS
+                )  # a group that is all but made would be in the way of the next one
+                if not made:
+                    left.set()
+                raise PeerLost("another rank has gone", why="this one waited for the connections to it")
+            time.sleep(LOOK_SECONDS / 4)
         if isinstance(made[0], Exception):
             raise made[0]
         return made[0]
 
-    def _until(self, true: Callable[[], bool], what: str) -> None:
-        while not true():
-            if self.changed():
-                raise PeerLost("another rank has gone", why=f"this one waited for {what}")
+    def _lacks_one(self) -> bool:
+        """Whether a rank of this generation has been lost since it began."""
+        if not self.changed():
+            return False
+        found = generation.read(self.folder)
+        return found is not None and found.ranks[: len(self.now.ranks)] != self.now.ranks
+
+
+class LeftStore(Store):
+    """The store of a generation, of no use to a thread that still makes its groups once they were `left`."""
+
+    def __init__(self, store: Store, left: threading.Event) -> None:
+        super().__init__()
+        self._store, self._left = store, left
+
+    def _now(self) -> Store:
+        if self._left.is_set():
+            raise RuntimeError("the ranks have met as another generation since")
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout  # pyright: ignore[reportAttributeAccessIssue]  the stub lacks it
+
+    def set(self, key: str, value: bytes | str) -> None:
+        put(self._now(), key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._now().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._now().add(key, value)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        return self._now().compare_set(key, expected_value, desired_value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._now().check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        end = time.monotonic() + (timeout or self.timeout).total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise RuntimeError(f"Wait timeout: {keys[0]} has not come")
             time.sleep(LOOK_SECONDS / 4)
+
+    def delete_key(self, key: str) -> bool:
+        return self._now().delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._now().num_keys()
+
+
+def _decide(store: Store, word: str) -> str:
+    """Whether the ranks of a generation make their groups: the first word counts, for all."""
+    return bytes(store.compare_set("meets", "", word)).decode()
 
 
 def group() -> Group | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+HashStore = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -15,4 +16,4 @@ def put(store: Store, key: str, value: bytes) -> None:
     store.set(key, value)  # pyright: ignore[reportArgumentType]  the stub knows texts alone
 
 
-__all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "put"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "put"]

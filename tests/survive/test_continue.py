@@ -93,3 +93,29 @@ def test_a_kill_at_every_point_of_a_step(points, tmp_path):
     deaths = [(rank, 2 * rank + 2, point) for rank, point in enumerate(points)]
     run(tmp_path, 7, 0, 16, deaths)
     check(tmp_path, [5, 6], 16)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_thirty_random_events_lose_nothing(tmp_path):
+    """What each process has done follows on what it took, with one device's losses, and so do the weights."""
+    command = [sys.executable, "-m", "tests.survive.random_events", tmp_path, 4, 30, 7]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 30
+    last = int((tmp_path / "last").read_text())
+    losses, state = alone(last)
+    for rank in range(4):
+        lives: dict[str, list[int]] = {}
+        for line in (tmp_path / f"losses{rank}").read_text().splitlines():
+            step, _, loss, pid = line.split()
+            assert float.fromhex(loss) == pytest.approx(losses[int(step) - 1], rel=1e-6)
+            lives.setdefault(pid, []).append(int(step))
+        for steps in lives.values():
+            assert steps == list(range(steps[0], steps[-1] + 1))
+        assert steps[-1] == last
+        found = torch.load(tmp_path / f"weights{rank}.pt", weights_only=True)
+        for name, value in state.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)

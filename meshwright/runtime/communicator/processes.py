@@ -25,6 +25,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.errors import RunError
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator.protocol import Done, Waited, Work
+from meshwright.runtime.stores import HashStore
 
 TAG = 6113  # of our own messages between two ranks, so that none of the user's is taken for one
 
@@ -110,10 +111,18 @@ def break_off() -> None:
     of a group of gloo, on both sides, and frees its threads.
     """
     if not dist.is_initialized():
+        _start_names_anew()
         return
     interrupt()
     for groups in _living:
         groups.forget()
+    dist.destroy_process_group()
+
+
+def _start_names_anew() -> None:
+    """Count the names of process groups from 0 again, as ranks do that have just been started. torch does so where a
+    default group ends, and not where one could not be made; ranks meet under these names."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
 
 
