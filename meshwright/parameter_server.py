@@ -6,9 +6,11 @@ all-reduced among the workers and updated on each, as by `mw.manual_step`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ import torch
 
 from meshwright.capture.pytree import leaves
 from meshwright.capture.trace import scalar_of
+from meshwright.checkpoint.load import Loaded
+from meshwright.checkpoint.load_servers import load, resume
+from meshwright.checkpoint.of_servers import ServerState
+from meshwright.checkpoint.save_servers import save
 from meshwright.compile import Loss, default_loss
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, ServerError
@@ -39,6 +45,7 @@ from meshwright.servers.worker import Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 STEP = "meshwright_server_step"
+MOVING = "moving blocks"
 Weight = Callable[[Any], float]
 
 
@@ -54,26 +61,25 @@ def examples(batch: Any) -> float:
     )
 
 
-class Move:
-    """Blocks on their way to other servers, in a thread. `wait` returns when they are there, or raises ServerError."""
+class Beside:
+    """Work in a thread of its own, such as blocks on their way to other servers."""
 
-    def __init__(self, transport: Transport, declare: m.Declare, servers: range) -> None:
+    def __init__(self, work: Callable[[], object], name: str) -> None:
         self._error: BaseException | None = None
 
         def run() -> None:
             try:
-                use_servers(transport, declare, servers)
+                work()
             except BaseException as error:
                 self._error = error
-            finally:
-                transport.close()
 
-        self._thread = threading.Thread(target=run, name="moving blocks", daemon=True)
+        # a move ends with the process, a save before it
+        self._thread = threading.Thread(target=run, name=name, daemon=name == MOVING)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether the move is done; after `seconds` at the latest. The move may need a step of the worker that
-        waits: call it after the last step, or with a limit."""
+        """Return whether the work is done; after `seconds` at the latest. Raises what went wrong. A move may need a
+        step of the worker that waits: call it after the last step, or with a limit."""
         self._thread.join(seconds)
         if self._error is not None:
             raise self._error
@@ -110,7 +116,9 @@ class ServerStep:
         count, number = launched_world(), int(os.environ.get("RANK", "0"))
         transport, servers = _transport(count)
         job = transport.meeting.job if isinstance(transport, Remote) else "alone"
-        self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count)
+        # what is on no server is lost when all workers start again, so what servers have would not fit it
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self._rest else 0
+        self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count, attempt)
         self.worker = Worker(transport, number, self._declare)
         if number == 0:
             self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))
@@ -121,11 +129,21 @@ class ServerStep:
         for name, module in by_rows.items():
             self._lookups.attach(name, module, lambda ids, name=name: self.worker.pull((), {name: ids})[name])
         self._active = False
+        self._writing: Beside | None = None
+        self._state = self._kept(model, marks)
         self._show_trained()
         self._world = world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
         take_part(number, ALL_REDUCED if self._world is not None else "")
+
+    def _kept(self, model: torch.nn.Module, marks: Collection[str]) -> ServerState:
+        """What checkpoints have of this step."""
+        saved = model.state_dict(keep_vars=True)
+        own = [name for name in saved if name not in marks and isinstance(saved[name], torch.Tensor)]
+        first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        of = {**self._optimizers.placeholders, **self._rest}
+        return ServerState(self.worker, model, [n for n in own if n in first], self._optimizers.every, of)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -134,8 +152,8 @@ class ServerStep:
 
     @property
     def steps(self) -> int:
-        """The number of steps that this worker has pushed."""
-        return self.worker.clock
+        """The number of steps that this worker has pushed, and of those before the checkpoint that was loaded."""
+        return self.worker.before + self.worker.clock
 
     def __call__(self, batch: Any) -> Any:
         """Run one step on this worker's own batch, of any size, and return the loss of this batch.
@@ -186,6 +204,60 @@ class ServerStep:
             for module in training:
                 module.training = True
 
+    def save(
+        self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2
+    ) -> Path | None:
+        """Write a checkpoint that any step loads, with servers or without. Every worker may call it: worker 0 writes,
+        and the others do nothing.
+
+        Its values are those after this worker's last step; without ``staleness=0`` steps of other workers may be in it
+        in part. Servers keep what changes while worker 0 writes, block by block.
+
+        Args:
+            path: A folder. The checkpoint is ``path/step-00000100``.
+            data: More to save: JSON values, tensors, and objects with ``state_dict``, alone or in dicts and lists.
+            async_: Return at once, and write while training continues. The next `save`, or `wait`, raises the error if
+                writing fails. In step, the others wait for worker 0 without it.
+            keep: How many checkpoints to keep in `path`; None keeps all.
+
+        Returns the path of the checkpoint on worker 0. Raises CheckpointError and ServerError; then nothing is saved.
+        """
+        if self.worker.number:
+            return None
+        self.wait()
+        final, write = save(self._state, path, data=data, keep=keep, copied=async_)
+        if async_:
+            self._writing = Beside(write, f"save {final.name}")
+        else:
+            write()
+        return final
+
+    def wait(self) -> None:
+        """Wait for a running asynchronous save. Raises CheckpointError or ServerError if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def load(self, path: str | Path, *, data: Any = None, optimizer: bool = True) -> Loaded:
+        """Load a checkpoint, of this step or any other, before the first step. Every worker calls it, with the same
+        path: worker 0 reads what servers have and sends it, and each reads what is on no server.
+
+        Args:
+            path: A folder of checkpoints (worker 0 chooses the newest), one checkpoint, a safetensors file or a Hugging
+                Face folder.
+            data: The structure that was passed to `save`; its objects get ``load_state_dict``.
+            optimizer: False loads weights only.
+
+        Raises CheckpointError for a checkpoint of another model or other optimizers, or a damaged one; ServerError once
+        workers have pushed.
+        """
+        return load(self._state, path, data=data, optimizer=optimizer)
+
+    def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
+        """Load the newest undamaged checkpoint in `path`, or nothing if there is none. Every worker calls it, before
+        its first step. A worker of a job that goes on loads nothing: the servers have newer values."""
+        return resume(self._state, path, data=data, told=lambda text: print(text, file=sys.stderr))
+
     def full_state(self) -> dict[str, torch.Tensor]:
         """A copy of the trained model as ``model.state_dict()`` names it, tables in full, on the host."""
         return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
@@ -217,7 +289,7 @@ class ServerStep:
         self.model.register_state_dict_post_hook(completed)
         self.model.register_load_state_dict_pre_hook(refused)
 
-    def use_servers(self, count: int) -> Move:
+    def use_servers(self, count: int) -> Beside:
         """Spread the parameters over another number of servers of `meshwright run`, while training goes on. One worker
         calls it. Raises ServerError without such servers.
 
@@ -229,12 +301,18 @@ class ServerStep:
             raise ServerError(
                 f"use_servers({count!r}) cannot be done", why=why, hint="meshwright run --servers 2 …"
             )
-        found = meeting(Path(os.environ[FOLDER]))
-        found.want(count)
-        return Move(Remote(found), self._declare, range(count))
+        transport.meeting.want(count)
+        other = transport.another()
+
+        def move() -> None:
+            with contextlib.closing(other):
+                use_servers(other, self._declare, range(count))
+
+        return Beside(move, MOVING)
 
     def close(self) -> None:
-        """Leave the job: the other workers no longer wait for this one."""
+        """Leave the job: the other workers no longer wait for this one. A running save is waited for."""
+        self.wait()
         self.worker.leave()
         self.worker.transport.close()
 

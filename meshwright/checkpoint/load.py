@@ -33,6 +33,7 @@ from meshwright.checkpoint.step_state import (
 from meshwright.checkpoint.user_data import from_plain, give_back
 from meshwright.core.layout import TensorLayout
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
+from meshwright.redistribute.boxes import held_boxes
 from meshwright.runtime.step import LocalStep
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def load(
     def read() -> dict[str, torch.Tensor]:
         states = random_of(index, step) if random else {}
         for name, tensor, layout in _model_parts(index, step):
-            fill(index, name, tensor, layout, step.mesh, step.rank.comm.rank)
+            fill(index, name, tensor, held_boxes(layout, step.mesh, step.rank.comm.rank))
         if taken:
             _load_optimizer(index, step, cast)
         return states
@@ -202,7 +203,7 @@ def _check_parts(index: Index, step: LocalStep, optimizer: bool) -> None:
     if optimizer and step.optimizer is not None:
         wanted += _state_parts(index, step)
     for name, layout in wanted:
-        check_met(index, name, layout, step.mesh, step.rank.comm.rank)
+        check_met(index, name, held_boxes(layout, step.mesh, step.rank.comm.rank))
 
 
 def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
@@ -235,7 +236,7 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
                 layout = TensorLayout.replicated(there.shape)
                 made = torch.empty(there.shape, dtype=DTYPES[there.dtype], device=leaf.device)
             made = made.to(place_of_state(key, there.shape, groups[id(leaf)], leaf.device))
-            fill(index, name, made, layout, step.mesh, step.rank.comm.rank)
+            fill(index, name, made, held_boxes(layout, step.mesh, step.rank.comm.rank))
             state[key] = made
         optimizer.state[leaf] = state
 

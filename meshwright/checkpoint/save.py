@@ -184,7 +184,7 @@ class Saves:
                 raise CheckpointError(f"{name} is {part.dtype}, which safetensors does not have")
             key = key_of(name, shape, box)
             held = torch.empty(part.shape, dtype=part.dtype).copy_(part) if copied else part
-            tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: _bytes_of(held)))
+            tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: bytes_of(held)))
             boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
 
         for item in (*model_items(step), *state_items(step)):
@@ -220,7 +220,8 @@ def check_keep(keep: Any) -> None:
         )
 
 
-def _bytes_of(part: torch.Tensor) -> memoryview:
+def bytes_of(part: torch.Tensor) -> memoryview:
+    """The elements of a tensor as they stand in a file."""
     return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -229,4 +230,4 @@ def ties_of(step: LocalStep) -> dict[str, str]:
     return {alias: entry.target for entry in kept_inputs(step) for alias in entry.ties}
 
 
-__all__ = ["Saves", "check_keep"]
+__all__ = ["Saves", "bytes_of", "check_keep"]

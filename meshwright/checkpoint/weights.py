@@ -21,6 +21,7 @@ from meshwright.checkpoint.sources import open_checkpoint, resolved
 from meshwright.core.graph import Input
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.partition import Partition
+from meshwright.redistribute.boxes import held_boxes
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.local_batch import place_of
@@ -106,7 +107,7 @@ def read_weights(
     def read() -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for name, saved in held.items():
-            check_met(index, saved, layouts[name].forward, mesh, rank)
+            check_met(index, saved, held_boxes(layouts[name].forward, mesh, rank))
         for name, saved in held.items():
             layout = layouts[name].forward
             into = torch.empty(
@@ -114,7 +115,7 @@ def read_weights(
                 dtype=TORCH_DTYPES[entries[name].type.dtype],
                 device=place_of(name, mine, device),
             )
-            fill(index, saved, into, layout, mesh, rank)
+            fill(index, saved, into, held_boxes(layout, mesh, rank))
             found[name] = into
         return found
 

@@ -132,7 +132,8 @@ class Job:
 
     def _commit(self, notes: list[dict[str, Any]]) -> None:
         index = _index(self.final, notes, self.ties)
-        write_atomically(self.temporary / PLAN, self.plan)
+        if self.plan:
+            write_atomically(self.temporary / PLAN, self.plan)
         write_atomically(self.temporary / NAME, to_text(index))
         for number in range(self.world):
             (self.temporary / f"rank{number:05d}.json").unlink()

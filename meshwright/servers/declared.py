@@ -31,6 +31,7 @@ class Optimizers:
                 by_factory.setdefault(id(mark.optimizer), (mark.optimizer, []))[1].append(name)
         own = [self._made(f, [self.placeholders[n] for n in names]) for f, names in by_factory.values()]
         every = [*([] if self.main is None else [self.main]), *own]
+        self.every = tuple(every)
         groups = {id(p): (o, g) for o in every for g in o.param_groups for p in g["params"]}
         for name in marks:
             if id(self.placeholders[name]) not in groups:

@@ -22,6 +22,10 @@ class Transport(Protocol):
 
     def ask(self, requests: Requests) -> dict[int, Reply]: ...
 
+    def another(self) -> Transport:
+        """One to the same servers, for another thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -52,6 +56,9 @@ class Local:
                 "the other workers do not come on", why=f"their pushes were waited for {self.patience:g} s"
             )
         return found
+
+    def another(self) -> Local:
+        return self
 
     def close(self) -> None:
         """Nothing is open."""

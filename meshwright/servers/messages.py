@@ -21,13 +21,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 class Declare(Message, frozen=True):
     """What a job stores. The first who says it is believed, others must say the same. `bound`: of staleness;
-    `workers`: how many there are at the start, before which nobody reads."""
+    `workers`: how many there are at the start, before which nobody reads. `attempt`: with a higher one, all begins
+    anew."""
 
     job: str
     parameters: tuple[Parameter, ...]
     map: ShardMap
     bound: int | None
     workers: int = 1
+    attempt: int = 0
 
 
 class Fill(Message, frozen=True):
@@ -76,6 +78,50 @@ class Push(Message, frozen=True):
     options: dict[str, Options] = {}
 
 
+# Checkpoints, see `meshwright.checkpoint.of_servers`.
+class Begins(Message, frozen=True):
+    """An answer, to `Await`, as `Begin` had it."""
+
+    steps: int
+    path: str
+
+
+class Freeze(Message, frozen=True):
+    """Keep a copy of all values and states as they are; in step, when all workers have pushed as many steps as this
+    one. Answered by `Frozen`."""
+
+    model: str
+    map: int
+    worker: int
+    clock: int
+
+
+class Thaw(Message, frozen=True):
+    """Forget the copy."""
+
+    model: str
+
+
+class Clear(Message, frozen=True):
+    """Forget all values and states, which are given anew. Refused once a worker has pushed."""
+
+    model: str
+
+
+class Begin(Message, frozen=True):
+    """Values are complete: of the checkpoint at `path` after `steps` steps, or those of the model if it is empty."""
+
+    model: str
+    steps: int
+    path: str
+
+
+class Await(Message, frozen=True):
+    """Answered by `Begins` after `Begin`."""
+
+    model: str
+
+
 # Moving blocks to other servers, see `moving.py`.
 class Hold(Message, frozen=True):
     """Accept no more pushes, until `mover` sends a map. Answered by `Held`."""
@@ -104,14 +150,16 @@ class Resume(Message, frozen=True):
     clocks: dict[int, int]
     left: dict[int, int]
     options: dict[str, Options]
+    began: Begins | None = None
 
 
 class Take(Message, frozen=True):
-    """Answered by `Taken`."""
+    """Answered by `Taken`. `frozen`: from the copy."""
 
     model: str
     parameter: str
     block: int
+    frozen: bool = False
 
 
 class Give(Message, frozen=True):
@@ -146,7 +194,24 @@ class Declared(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
+    """`steps`: of an earlier job."""
+
     clock: int
+    steps: int = 0
+
+
+class State(Message, frozen=True):
+    """What an optimizer keeps of a parameter. `shape`: None if it is that of the parameter."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+
+
+class Frozen(Message, frozen=True):
+    """`states`: by parameter, of those that have blocks here."""
+
+    states: dict[str, tuple[State, ...]]
 
 
 class Values(Message, frozen=True):
@@ -161,6 +226,7 @@ class Held(Message, frozen=True):
     left: dict[int, int]
     options: dict[str, Options]
     map: ShardMap
+    began: Begins | None = None
 
 
 class Taken(Message, frozen=True):
@@ -187,21 +253,27 @@ class Refused(Message, frozen=True):
 
 
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
-Request = Declare | Fill | Join | Leave | Pull | Push | Moving
-Changing = (
-    Declare | Fill | Join | Leave | Push | Hold | Allow | Resume | Give | Remap
-)  # and must outlive a server
-Answer = Done | Declared | Joined | Values | Held | Taken | Wait | Moved | Refused
+Saving = Freeze | Thaw | Clear | Begin | Await
+Request = Declare | Fill | Join | Leave | Pull | Push | Saving | Moving
+# what must outlive a server
+Changing = Declare | Fill | Join | Leave | Push | Clear | Begin | Hold | Allow | Resume | Give | Remap
+Answer = Done | Declared | Joined | Values | Frozen | Begins | Held | Taken | Wait | Moved | Refused
 
 
 __all__ = [
     "Allow",
     "Answer",
+    "Await",
+    "Begin",
+    "Begins",
     "Changing",
+    "Clear",
     "Declare",
     "Declared",
     "Done",
     "Fill",
+    "Freeze",
+    "Frozen",
     "Give",
     "Held",
     "Hold",
@@ -218,9 +290,12 @@ __all__ = [
     "Remap",
     "Request",
     "Resume",
+    "Saving",
+    "State",
     "Take",
     "Taken",
     "Tensors",
+    "Thaw",
     "Values",
     "Wait",
 ]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+import msgspec
 
 from meshwright.errors import ServerError
 from meshwright.servers import messages as m
-from meshwright.servers.local import Requests, Transport
+from meshwright.servers.local import Transport
 from meshwright.servers.shards import ShardMap, fingerprint, moves, spread
+from meshwright.servers.worker import ask
 
 NOWHERE = ShardMap(0, (), {})  # of a server that has no block yet
 
@@ -32,11 +34,11 @@ def use_servers(transport: Transport, declare: m.Declare, servers: Sequence[int]
     for server in (
         s for s in servers if s not in known.servers
     ):  # wait for its process before anybody else waits
-        said = m.Declare(declare.job, declare.parameters, NOWHERE, declare.bound, declare.workers)
-        _ask(transport, {server: (said, [])}, m.Declared)
+        said = msgspec.structs.replace(declare, map=NOWHERE)
+        ask(transport, {server: (said, [])}, m.Declared)
     while True:  # by the newest map, which a server of an older one may not know
-        _ask(transport, {first: (m.Hold(model, mover), [])}, m.Held)  # of two moves, one gets no further
-        held = _ask(transport, {s: (m.Hold(model, mover), []) for s in known.servers}, m.Held)
+        ask(transport, {first: (m.Hold(model, mover), [])}, m.Held)  # of two moves, one gets no further
+        held = ask(transport, {s: (m.Hold(model, mover), []) for s in known.servers}, m.Held)
         newest: ShardMap = max((a.map for a, _ in held.values()), key=lambda x: x.version)
         if newest.version <= known.version:
             break
@@ -53,29 +55,19 @@ def use_servers(transport: Transport, declare: m.Declare, servers: Sequence[int]
     _same(transport, m.Reached(model), known.servers)
     new = spread(declare.parameters, servers, newest)
     facts = held[first][0]
-    resume = m.Resume(model, ahead, facts.left, facts.options)
+    resume = m.Resume(model, ahead, facts.left, facts.options, facts.began)
     _same(transport, resume, [s for s in servers if s not in known.servers])
     for move in moves(newest, new):
-        answers = _ask(transport, {move.source: (m.Take(model, move.parameter, move.block), [])}, m.Taken)
+        answers = ask(transport, {move.source: (m.Take(model, move.parameter, move.block), [])}, m.Taken)
         taken, tensors = answers[move.source]
         give = m.Give(model, move.parameter, move.block, taken.names)
-        _ask(transport, {move.target: (give, tensors)}, m.Done)
+        ask(transport, {move.target: (give, tensors)}, m.Done)
     _same(transport, m.Remap(model, new), dict.fromkeys((*known.servers, *servers)))
     return new
 
 
 def _same(transport: Transport, request: m.Request, servers: Iterable[int]) -> None:
-    _ask(transport, {server: (request, []) for server in servers}, m.Done)
-
-
-def _ask(transport: Transport, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
-    answers = transport.ask(requests)
-    for server, (answer, _) in answers.items():
-        if isinstance(answer, m.Refused):
-            raise answer.error()
-        if not isinstance(answer, kind):
-            raise ServerError(f"server {server} answers {type(answer).__name__} while blocks move")
-    return answers
+    ask(transport, {server: (request, []) for server in servers}, m.Done)
 
 
 __all__ = ["use_servers"]

@@ -7,14 +7,16 @@ worker and clock, and the server remembers each worker's clock.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 
 from meshwright.errors import ServerError, did_you_mean
 from meshwright.servers import messages as m
 from meshwright.servers.clocks import Clocks
+from meshwright.servers.counts import Counts
+from meshwright.servers.frozen import FrozenCopy
 from meshwright.servers.rounds import Gradients, mean_dense, mean_rows
+from meshwright.servers.same_job import begins_anew, check_same
 from meshwright.servers.shards import ShardMap, fingerprint
 from meshwright.servers.starts import fill
 from meshwright.servers.store import VALUES, Stored
@@ -22,24 +24,15 @@ from meshwright.servers.store import VALUES, Stored
 Reply = tuple[m.Answer, m.Tensors]
 
 
-@dataclass
-class Counts:
-    """Since the start. `applied`: pushes that became part of an update, by worker; `oldest`: the most steps by which a
-    value that was read was behind its reader."""
-
-    pulls: int = 0
-    updates: int = 0
-    repeated: int = 0
-    refused: int = 0
-    oldest: int = 0
-    applied: dict[int, int] = field(default_factory=dict)
-
-
 class Server:
     """`number`: its name in shard maps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without a job."""
         self.declared: m.Declare | None = None
         self.model = ""
         self.map = ShardMap(0, (), {})
@@ -50,6 +43,8 @@ class Server:
         # while blocks move: the clocks up to which pushes are accepted, and who moves them
         self.allowed: dict[int, int] | None = None
         self.mover = ""
+        self.began: m.Begins | None = None  # once a checkpoint was loaded, or none was found
+        self.copy = FrozenCopy()
 
     def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
         """The answer to a request. A request that is refused changes nothing. Values in step may be the server's own
@@ -65,12 +60,16 @@ class Server:
                 case m.Leave():
                     self._check_model(request.model)
                     self.clocks.leave(request.worker)
+                    self.copy.forget(request.worker)
                     self._apply()
                     return m.Done(), []
                 case m.Pull():
                     return self._pull(request, tensors)
                 case m.Push():
                     return self._push(request, tensors), []
+                case m.Freeze() | m.Thaw() | m.Clear() | m.Begin() | m.Await():
+                    self._check_model(request.model)
+                    return self._save(request), []
                 case _:
                     self._check_model(request.model)
                     return self._move(request, tensors)
@@ -82,9 +81,12 @@ class Server:
 
     def _declare(self, request: m.Declare) -> m.Answer:
         model = fingerprint(request.job, request.parameters)
+        if begins_anew(self.declared, request):
+            self._forget()
         if self.declared is None:
             self.begin(request, request.map)
-        self._check_same(request, model)
+        else:
+            check_same(self.declared, request)
         return m.Declared(model, self.map, self._missing())
 
     def begin(self, declared: m.Declare, map: ShardMap, *, fill_rows: bool = True) -> None:
@@ -103,22 +105,6 @@ class Server:
     def size_bytes(self) -> int:
         """Bytes of values and optimizer states."""
         return sum(stored.size_bytes for stored in self.stored.values())
-
-    def _check_same(self, request: m.Declare, model: str) -> None:
-        known = self.declared
-        assert known is not None
-        if request.job != known.job:
-            raise ServerError(f"a worker of another job: {request.job}", why=f"this server is of {known.job}")
-        if request.bound != known.bound:
-            raise ServerError(f"staleness {request.bound} is asked for", why=f"the job has {known.bound}")
-        if model != self.model:
-            ours, theirs = ({p.name: p for p in d.parameters} for d in (known, request))
-            names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
-            raise ServerError(
-                "a worker has another model than the server",
-                why="these parameters differ: " + ", ".join(names[:5]),
-                hint="the same script, with the same options, on all workers",
-            )
 
     def _missing(self) -> dict[str, tuple[int, ...]]:
         mine = self.map.blocks_of(self.number)
@@ -155,10 +141,10 @@ class Server:
             first = self.clocks.left.get(request.worker, 0)
             begins = max(begins, self.clocks.least(), first)
         elif self.clocks.of[request.worker] > begins:
-            return m.Joined(self.clocks.of[request.worker])
+            return m.Joined(self.clocks.of[request.worker], self.began.steps if self.began else 0)
         self.clocks.join(request.worker, begins)
         self._apply()
-        return m.Joined(begins)
+        return m.Joined(begins, self.began.steps if self.began else 0)
 
     def _check_model(self, model: str) -> None:
         if self.declared is None:
@@ -239,6 +225,35 @@ class Server:
             self._stored(name).local(ids)
         return ids
 
+    # ---- checkpoints
+
+    def _save(self, request: m.Saving) -> m.Answer:
+        match request:
+            case m.Freeze():
+                if request.map != self.map.version:
+                    return self._other_map(request.map)
+                if self._missing() or (self.clocks.bound == 0 and self.clocks.least() < request.clock):
+                    return m.Wait()
+                return m.Frozen(self.copy.take(request.worker, self.stored))
+            case m.Thaw():
+                self.copy.forget()
+            case m.Clear():
+                if self.rounds or any(self.clocks.of.values()):
+                    raise ServerError(
+                        "values are loaded while workers train", hint="load before the first step"
+                    )
+                for stored in self.stored.values():
+                    stored.drop(list(stored.blocks))
+            case m.Begin():
+                if gone := self._missing():
+                    raise ServerError(
+                        f"block {next(iter(gone.values()))[0]} of {next(iter(gone))} has not come"
+                    )
+                self.began = m.Begins(request.steps, request.path)
+            case m.Await():
+                return self.began or m.Wait()
+        return m.Done()
+
     # ---- blocks that move to other servers
 
     def _move(self, request: m.Moving, tensors: m.Tensors) -> Reply:
@@ -248,7 +263,7 @@ class Server:
                     raise ServerError("blocks are moving already", hint="wait for that move")
                 self.allowed, self.mover = {} if self.allowed is None else self.allowed, request.mover
                 options = {name: stored.options for name, stored in self.stored.items()}
-                return m.Held(dict(self.clocks.of), dict(self.clocks.left), options, self.map), []
+                return m.Held(dict(self.clocks.of), dict(self.clocks.left), options, self.map, self.began), []
             case m.Allow():
                 self.allowed = dict(request.clocks)
             case m.Reached():
@@ -260,11 +275,13 @@ class Server:
                     dict(request.left),
                     0,
                 )
-                self.allowed = {}
+                self.allowed, self.began = {}, request.began
                 for name, options in request.options.items():
                     self._stored(name).set_options(options)
             case m.Take():
-                stored = self._stored(request.parameter)
+                stored = (
+                    self.copy.of(request.parameter) if request.frozen else self._stored(request.parameter)
+                )
                 if request.block not in stored.blocks:
                     raise ServerError(f"block {request.block} of {request.parameter} is not here")
                 parts = stored.take(request.block)
@@ -273,7 +290,8 @@ class Server:
                 stored = self._stored(request.parameter)
                 if request.block in stored.blocks:
                     return m.Done(repeated=True), []
-                if self.allowed is None:
+                owned = request.block in self.map.blocks_of(self.number).get(request.parameter, ())
+                if self.allowed is None and not owned:
                     raise ServerError(
                         f"a block of {request.parameter} comes while workers push", hint="hold first"
                     )
@@ -376,4 +394,4 @@ def _fits(name: str, given: torch.Tensor, like: torch.Tensor, shape: tuple[int, 
     return given
 
 
-__all__ = ["Counts", "Reply", "Server"]
+__all__ = ["Reply", "Server"]

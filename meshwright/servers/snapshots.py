@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 
 from meshwright.errors import ServerError
-from meshwright.servers.messages import Declare
+from meshwright.servers.counts import Counts
+from meshwright.servers.messages import Begins, Declare
 from meshwright.servers.rounds import Gradients
-from meshwright.servers.server import Counts, Server
+from meshwright.servers.server import Server
 from meshwright.servers.shards import Options, ShardMap
 
 FORMAT = 1
@@ -45,6 +46,7 @@ class Record(msgspec.Struct, frozen=True):
     waiting: tuple[Waiting, ...]
     allowed: dict[int, int] | None
     mover: str
+    began: Begins | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def copy(server: Server) -> Snapshot:
         tuple(waiting),
         server.allowed,
         server.mover,
+        server.began,
     )
     return Snapshot(record, tensors)
 
@@ -108,7 +111,7 @@ def read(path: Path, number: int) -> Server:
         server.begin(record.declared, record.map, fill_rows=False)
     server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
     server.clocks.expected, server.counts = record.expected, record.counts
-    server.allowed, server.mover = record.allowed, record.mover
+    server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
     for name, stored in server.stored.items():
         held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
         stored.restore(record.blocks[name], held, record.options[name])

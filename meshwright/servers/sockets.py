@@ -110,6 +110,9 @@ class Remote:
             hint="its output is on the terminal of the launcher that started it",
         )
 
+    def another(self) -> Remote:
+        return Remote(self.meeting, self.patience, self.away)
+
     def __del__(self) -> None:
         self.close()
 

@@ -6,7 +6,7 @@ begins. So a table has one optimizer, and one update touches all its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Stored:
         self.tensor = torch.nn.Parameter(self._empty.clone())
         self.optimizer = optimizer_of(parameter, self.tensor)
         self.blocks: list[int] = []
+        # called before rows of `tensor` and of the state change, or with None before all of it does
+        self.before_change: Callable[[torch.Tensor | None], None] | None = None
         self._first = torch.full((parameter.blocks,), -1, dtype=torch.int64)
 
     @property
@@ -68,10 +70,13 @@ class Stored:
     def update(self, gradient: torch.Tensor, ids: torch.Tensor | None = None) -> None:
         """One step of the optimizer. `ids`: rows of a table, each once, of which `gradient` has the gradients."""
         if ids is None:
+            self._changes(None)
             self.tensor.grad = gradient
         else:
             at, shape = self.local(ids), self.tensor.shape
-            if row_wise(self.parameter, self.optimizer.param_groups[0]):
+            by_rows = row_wise(self.parameter, self.optimizer.param_groups[0])
+            self._changes(at if by_rows else None)
+            if by_rows:
                 self.tensor.grad = torch.sparse_coo_tensor(
                     at[None], gradient, shape, is_coalesced=True, check_invariants=False
                 )
@@ -93,8 +98,16 @@ class Stored:
     def _slice(self, tensor: torch.Tensor, block: int) -> torch.Tensor:
         if not (self.parameter.table and tensor.dim()):
             return tensor
-        first = int(self._first[block])
-        return tensor[first : first + len(self.parameter.rows_of(block))]
+        first, count = self.place(block)
+        return tensor[first : first + count]
+
+    def place(self, block: int) -> tuple[int, int]:
+        """The first row of a block in `tensor`, and the number of its rows."""
+        return int(self._first[block]), len(self.parameter.rows_of(block))
+
+    def _changes(self, rows: torch.Tensor | None) -> None:
+        if self.before_change is not None:
+            self.before_change(rows)
 
     def put(self, blocks: dict[int, dict[str, torch.Tensor]]) -> None:
         """Add blocks as `take` returned them, or with values alone. Raises ServerError for tensors that do not fit."""
@@ -105,6 +118,7 @@ class Stored:
                 raise ServerError(f"block {block} of {self.parameter.name} has had another number of updates")
         if not every:
             return
+        self._changes(None)
         names = next(iter(every.values())).keys()
         grown: dict[str, torch.Tensor] = {}
         for name in names:
@@ -121,6 +135,7 @@ class Stored:
 
     def drop(self, blocks: list[int]) -> None:
         """Forget blocks that another server has."""
+        self._changes(None)
         kept = {b: self._parts(b) for b in self.blocks if b not in blocks}
         self.blocks = []
         self._first.fill_(-1)

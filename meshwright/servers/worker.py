@@ -18,20 +18,21 @@ FILL_BYTES = 64 << 20  # of initial values in one message
 
 
 class Worker:
-    """`number`: of the worker. `clock`: steps it has pushed. `least`: the slowest worker's clock at the last pull."""
+    """`number`: of the worker. `clock`: steps it has pushed. `least`: the slowest worker's clock at the last pull.
+    `before`: steps of an earlier job, whose values were loaded."""
 
     def __init__(self, transport: Transport, number: int, declare: m.Declare) -> None:
         """Declare the model to all servers of the map. Raises ServerError where they have another one."""
         self.transport, self.number = transport, number
         self.parameters = {p.name: p for p in declare.parameters}
         answers = transport.ask({s: (declare, []) for s in declare.map.servers})
-        found = [self._expect(answer, m.Declared) for answer, _ in answers.values()]
+        found = [expected(answer, m.Declared) for answer, _ in answers.values()]
         self.model: str = found[0].model
         self.map: ShardMap = max((answer.map for answer in found), key=lambda x: x.version)
         self.missing = {
             s: a.missing for (s, (a, _)) in answers.items() if isinstance(a, m.Declared) and a.missing
         }
-        self.clock, self.least = 0, 0
+        self.clock, self.least, self.before = 0, 0, 0
 
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""
@@ -43,7 +44,7 @@ class Worker:
                     some = blocks[start : start + each]
                     tensors = [values(name, parameter.rows_of(b)).detach().contiguous() for b in some]
                     fill = m.Fill(self.model, name, tuple(some))
-                    self._ask_all({server: (fill, tensors)}, m.Done)
+                    self.ask_all({server: (fill, tensors)}, m.Done)
         self.missing = {}
 
     def join(self) -> int:
@@ -51,7 +52,8 @@ class Worker:
         target = 0
         while True:
             asked: Requests = {s: (m.Join(self.model, self.number, target), []) for s in self.map.servers}
-            clocks = {a.clock for a, _ in self._ask_all(asked, m.Joined).values()}
+            joined = [a for a, _ in self.ask_all(asked, m.Joined).values()]
+            clocks, self.before = {a.clock for a in joined}, max(a.steps for a in joined)
             target = max(clocks)
             if clocks == {target}:
                 self.clock = target
@@ -59,7 +61,15 @@ class Worker:
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more."""
-        self._ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
+        self.ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
+
+    def freeze(self) -> dict[int, m.Frozen]:
+        """Let all servers keep a copy of what they have now: what each optimizer keeps, by server."""
+        while True:
+            freeze = m.Freeze(self.model, self.map.version, self.number, self.clock)
+            answers = self.ask_all({s: (freeze, []) for s in self.map.servers}, m.Frozen | m.Moved)
+            if not self._moved(answers):
+                return {server: answer for server, (answer, _) in answers.items()}
 
     # ---- values
 
@@ -80,7 +90,7 @@ class Worker:
                 )
                 for s, (names, where) in asked.items()
             }
-            answers = self._ask_all(requests, m.Values | m.Moved)
+            answers = self.ask_all(requests, m.Values | m.Moved)
             if self._moved(answers):
                 continue
             self.least = min((a.least for a, _ in answers.values()), default=self.clock)
@@ -139,7 +149,7 @@ class Worker:
             requests = {
                 s: self._pushed(s, weight, dense, summed, owners, options or {}) for s in self.map.servers
             }
-            if not self._moved(self._ask_all(requests, m.Done | m.Moved)):
+            if not self._moved(self.ask_all(requests, m.Done | m.Moved)):
                 break
         self.clock += 1
 
@@ -171,17 +181,8 @@ class Worker:
 
     # ---- answers
 
-    def _ask_all(self, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
-        answers = self.transport.ask(requests)
-        return {s: (self._expect(answer, kind), tensors) for s, (answer, tensors) in answers.items()}
-
-    @staticmethod
-    def _expect(answer: m.Answer, kind: Any) -> Any:
-        if isinstance(answer, m.Refused):
-            raise answer.error()
-        if not isinstance(answer, kind):
-            raise ServerError(f"a server answers {type(answer).__name__}", why="it speaks another version")
-        return answer
+    def ask_all(self, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
+        return ask(self.transport, requests, kind)
 
     def _moved(self, answers: Mapping[int, tuple[Any, m.Tensors]]) -> bool:
         """Take a newer map if a server has one; then the request is split again."""
@@ -191,4 +192,19 @@ class Worker:
         return bool(newer)
 
 
-__all__ = ["Worker"]
+def ask(transport: Transport, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
+    """Answers of some kinds. Raises ServerError for a refusal."""
+    answers = transport.ask(requests)
+    return {s: (expected(answer, kind), tensors) for s, (answer, tensors) in answers.items()}
+
+
+def expected(answer: m.Answer, kind: Any) -> Any:
+    """An answer of some kinds. Raises ServerError for any other."""
+    if isinstance(answer, m.Refused):
+        raise answer.error()
+    if not isinstance(answer, kind):
+        raise ServerError(f"a server answers {type(answer).__name__}", why="it speaks another version")
+    return answer
+
+
+__all__ = ["Worker", "ask"]

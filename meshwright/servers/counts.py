@@ -1,0 +1,21 @@
+"""What a server counts of its own work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """Since the start. `applied`: pushes that became part of an update, by worker; `oldest`: the most steps by which a
+    value that was read was behind its reader."""
+
+    pulls: int = 0
+    updates: int = 0
+    repeated: int = 0
+    refused: int = 0
+    oldest: int = 0
+    applied: dict[int, int] = field(default_factory=dict)
+
+
+__all__ = ["Counts"]
