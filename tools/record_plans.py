@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
+from bench.models import built_from
 from meshwright.examples import gpt, llama, mlp, recommender, zoo
 
 Built = tuple[Any, Any, Any]
@@ -49,6 +50,15 @@ def _small(name: str) -> Callable[[], Built]:
 
 def _tiny() -> Built:
     return zoo.hugging_face("llama", batch=8, **TEXT)
+
+
+def _mixture() -> Built:
+    """Experts in bf16, whose weights take more than what computes with them."""
+    sizes = {
+        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096,
+    }  # fmt: skip
+    return built_from({"model_type": "mixtral", "dtype": "bfloat16", **sizes}, 64, 256)
 
 
 def _h100(nodes: int = 1) -> mw.Cluster:
@@ -87,6 +97,9 @@ PLANS: dict[str, tuple[Callable[[], Built], Callable[[], dict[str, Any]]]] = {
         _gpt,
         lambda: {"cluster": _h100(), "mesh": {"dp": 4, "tp": 2}, "mode": "dynamic_programming", "space": "a"},
     ),
+    "mixture, auto": (_mixture, lambda: {"cluster": _h100(4)}),
+    "mixture, little memory": (_mixture, lambda: {"cluster": _h100(4), "memory": 150e6}),
+    "mixture, recursion": (_mixture, lambda: {"cluster": _h100(4), "mode": "recursive_programming"}),
     "mlp, auto": (lambda: mlp.build(), lambda: {"cluster": _h100()}),
     "recommender, auto": (
         lambda: recommender.build(),

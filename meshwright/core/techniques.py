@@ -229,7 +229,7 @@ class Techniques:
     def names_layers(self) -> bool:
         """True if an option selects single layers, so that one layer does not represent the others."""
         some = bool(self.fusion_groups) or any(":" in word for word in self.offload)
-        return bool(self.keep_whole) or some or not isinstance(self.recompute, str) or self.prefetch > 1
+        return bool(self.keep_whole) or some or not isinstance(self.recompute, str)
 
     @property
     def pieces_text(self) -> str:

@@ -5,9 +5,10 @@ from the global program. `overlapped` writes it into the program of one rank, wh
 flight. A start and its waits are nodes of autograd, so in backward the gradient's communication starts where forward
 waited and ends where forward started.
 
-- Parameters that are gathered for their use go in groups: one layer, or less if a layer is larger than a bucket. A
-  group starts when the program enters the one before it (prefetch), so at most one is there before it is needed.
-  Equal reshards of a group are one collective. Offloaded parameters have come from the host by then.
+- Parameters that are gathered for their use go in groups: one layer, or less if more than a bucket of a layer was read
+  before. A group starts when the program enters the one before it (prefetch), so at most one is there before it is
+  needed. Equal reshards of a group are one collective, up to a bucket. Offloaded parameters have come from the host by
+  then.
 - Other values start right after they are computed (at most a layer early), if something is computed before they are
   read. Small neighbours that can start together are fused.
 """
@@ -122,21 +123,28 @@ class _Schedule:
         prefetch right before its own wait.
         """
         stretches = sorted(self._stretches(), key=lambda s: self.place[s[0].name])
+        repeated, begins = 0, list[int]()  # flights that backward repeats: so far, and before each group
         for number, stretch in enumerate(stretches):
+            before = max(0, number - self.ahead)
+            begins.append(repeated)
             if self.ahead:
-                after = stretches[number - self.ahead][0].name if number >= self.ahead else ""
+                after = stretches[before][0].name if number >= self.ahead else ""
             else:
                 place = self.place[stretch[0].name]
                 after = self.graph.nodes[place - 1].name if place else ""
             for members in self._together(stretch):
-                yield Flight(tuple(n.name for n in members), after, self.ahead)
+                yield Flight(tuple(n.name for n in members), after, repeated - begins[before])
+                repeated += any(n.kwarg("again") for n in members)
 
     def _stretches(self) -> list[list[Node]]:
-        """Return the reshards of parameters by layer, by parts of a layer above a bucket, or by the user's groups."""
+        """Return the reshards of parameters by layer, by parts of a layer, or by the user's groups.
+
+        A part ends once operators have read a bucket of it: what one operator reads is in one part.
+        """
         found: list[list[Node]] = []
         groups: dict[int, list[Node]] = {}
         stretch: list[Node] = []
-        filled, unit = 0, ""
+        unit = ""
         for node in self.graph.nodes:
             entry = self.stored.get(stored_in(self.graph, node)) if node.op == RESHARD else None
             if entry is None or not _sent(self._pair(node)[0]) or not self.graph.consumers[node.name]:
@@ -146,20 +154,35 @@ class _Schedule:
                 groups.setdefault(group, []).append(node)
                 continue
             here = layer_of(self.graph.consumers[node.name][0][0].module)
-            if stretch and (here != unit or filled >= self._limit(node)):
+            if stretch and (here != unit or self._read_bytes(stretch, node) >= self._limit(node)):
                 found.append(stretch)
-                stretch, filled = [], 0
+                stretch = []
             unit = here
             stretch.append(node)
-            filled += self._bytes(node)
         return [*found, *([stretch] if stretch else []), *groups.values()]
 
+    def _read_bytes(self, stretch: Sequence[Node], until: Node) -> int:
+        """Return the bytes of the reshards that an operator reads before a node."""
+        return sum(self._bytes(n) for n in stretch if self._read(n) < self.place[until.name])
+
+    def _read(self, node: Node) -> int:
+        """Return the place of the first operator that reads a value or a view of it."""
+        readers = [n for n, _ in self.graph.consumers.get(node.name, ())]
+        places = (self.place[n.name] if self.computes[self.place[n.name]] else self._read(n) for n in readers)
+        return min(places, default=len(self.graph.nodes))
+
     def _together(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Group nodes by what can be one collective."""
-        found: dict[Hashable, list[Node]] = {}
+        """Group nodes by what can be one collective, of no more than a bucket before its last member."""
+        found: list[list[Node]] = []
+        latest: dict[Hashable, list[Node]] = {}
         for node in nodes:
-            found.setdefault(self._key(node), []).append(node)
-        return list(found.values())
+            key = self._key(node)
+            members = latest.get(key)
+            if members is None or sum(map(self._bytes, members)) >= self._limit(node):
+                found.append(members := [])
+            members.append(node)
+            latest[key] = members
+        return found
 
     # ------------------------------------------------------------ other values
 

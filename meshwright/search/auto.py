@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.ops.batch import batch_rows
 from meshwright.search.budget import AUTO, MEMORY
 from meshwright.search.compute_bound import Least
-from meshwright.search.data_parallel import by_batch
+from meshwright.search.data_parallel import by_batch_rows
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
 from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes
@@ -26,7 +26,7 @@ from meshwright.search.planner import Planner, SearchResult, families_of, restin
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
 from meshwright.search.space.build import Space
-from meshwright.search.space.constraints import exactly, rows_of
+from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import outside
 from meshwright.search.space.memory import memory_of
 from meshwright.search.space.step_bound import entries, step_problem
@@ -276,10 +276,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
     best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
     """
     context, limit = planner.context, planner.request.memory_bytes
-    axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
-    rows = None
-    if not planner.seeds:
-        rows = rows_of(planner.codes, by_batch(context, axes), context.mesh)
+    rows = None if planner.seeds else by_batch_rows(context, planner.codes)
     # Ranks without an example of some micro-batch are no data parallel.
     examples = min(batch_rows(context.graph), default=context.mesh.size) // planner.techniques.pieces
     if rows and context.mesh.size <= max(1, examples):

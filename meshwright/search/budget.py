@@ -196,8 +196,10 @@ class TechniquesBudget:
     again_solves: int = 16
     # Moves to a quicker neighbour at the end.
     moves: int = 4
-    # Of the step: with less communication exposed, interleaving is not tried.
+    # Of the step: with less communication exposed, interleaving and prefetch are not tried.
     exposed: float = 0.05
+    # Groups of weights that are gathered ahead of their use, at most.
+    prefetch: int = 4
     # Layers, from the estimated number on, with which recompute in fewer layers is tried.
     layer_tries: int = 3
     # Weighings of ``recompute`` given as a number of bytes: neighbours share what lies between them.

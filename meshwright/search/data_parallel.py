@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from meshwright.core.graph import Node
 from meshwright.errors import StrategyError
 from meshwright.ops.strategy import Strategy, units
 from meshwright.search.context import SearchContext
 from meshwright.search.option_tables import Choices, State, Turn
+from meshwright.search.space.codes import NodeCodes
+from meshwright.search.space.constraints import rows_of
+from meshwright.search.to_plan import pass_gradients_back
 
 
 def batch_options(table: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tuple[int, ...]:
@@ -63,6 +68,19 @@ def by_batch(context: SearchContext, axes: tuple[str, ...]) -> dict[str, Strateg
     states = context.option_tables.start()
     assign_batch(context, states, axes, context.graph.nodes)
     return context.option_tables.strategies(states)
+
+
+def by_batch_rows(context: SearchContext, codes: Mapping[str, NodeCodes]) -> dict[str, np.ndarray] | None:
+    """Return data parallel over all axes as rows of options; None if the options lack a part of it.
+
+    Partial gradients of weights pass through what the weights pass through, a cast or a transpose. Only then is the
+    gradient of a weight that is stored sharded scattered where it is gathered, and not reduced before.
+    """
+    strategies = by_batch(context, tuple(a.name for a in context.mesh.axes if a.size > 1))
+    passing = dict(strategies)
+    pass_gradients_back(context, passing)
+    found = (rows_of(codes, each, context.mesh) for each in (passing, strategies))
+    return next((rows for rows in found if rows is not None), None)
 
 
 def _turns(state: State, splits: tuple[int, ...], sizes: Sequence[tuple[str, int]]) -> Iterator[Turn]:

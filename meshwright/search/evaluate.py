@@ -160,9 +160,10 @@ class Evaluator:
     def _least(self, layers: int) -> int:
         """Copies of which one is like those between, each of so many layers. Techniques look at the next layer: there
         the first and the last differ, which two have not. Activations come back from the host further ahead: backward
-        of the first three layers has less to bring, and that of the last two has less with it."""
+        of the first three layers has less to bring, and that of the last two has less with it. Weights may be gathered
+        several layers ahead."""
         ends = 5 if self._ahead else 3 if self.techniques.non_defaults() else 2
-        return max(2, math.ceil(ends / layers))
+        return max(2, math.ceil((ends + max(0, self.techniques.prefetch - 1)) / layers))
 
     @functools.cached_property
     def _layers(self) -> tuple[int, ...]:

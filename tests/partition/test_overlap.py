@@ -23,6 +23,7 @@ from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from tests.breadth import first
+from tests.mixtures import mixture
 from tests.runtime.test_again import zero
 
 MODELS: dict[str, Any] = {
@@ -176,3 +177,16 @@ def test_what_comes_from_the_host_for_two_readers_comes_before_the_first() -> No
     assert names.index(brought) < names.index("embedding") < names.index(f"{gathered}_start")
     early = [n.name for n in overlapped(local, [Flight((gathered,))]).nodes]
     assert early.index(brought) < early.index(f"{gathered}_start") < early.index("embedding")
+
+
+def test_weights_that_one_operator_reads_are_gathered_together() -> None:
+    """Two matrices of a block of experts, each larger than a bucket: else the second starts only where it is needed."""
+    captured = captured_of(*mixture(hidden_size=64, intermediate_size=96))
+    plan = zero(plan_captured(captured, {"dp": 2}, "data_parallel", None), True)
+    parts = lower(captured, replace(plan, techniques=techniques_from({"fusion": 16 << 10})))
+    nodes = [n for n in parts.local(0).nodes if n.op in (START, WAIT)]
+    place = {n.name: k for k, n in enumerate(nodes)}
+    for layer in ("layers_0", "layers_1"):
+        waits = [n for n in nodes if n.op == WAIT and f"{layer}_mlp_experts" in n.name]
+        starts = [place[n.uses[0]] for n in waits]
+        assert len(waits) == 2 and starts[1] == starts[0] + 1 and starts[1] < place[waits[0].name]

@@ -93,6 +93,7 @@ def few_and_full(name: str, repeats: int, asked: dict[str, object]) -> tuple[Any
         {"recompute": "full"},
         {"recompute": "full", "slice_activation": True},
         {"optimizer_parallel": 3, "threshold_kb": 0},
+        {"optimizer_parallel": 3, "threshold_kb": 0, "prefetch": 3},
     ],
     ids=str,
 )

@@ -25,6 +25,7 @@ from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
+from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.least_memory import any_fits, lowest_peak, saved
 from meshwright.search.memory_limit import fits_in_both, limited, offer
 from meshwright.search.planner import Planner, SearchResult, families_of
@@ -48,7 +49,7 @@ def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload:
     base: SearchResult | None = None
     if least_bytes(planner, space) <= limit:
         try:
-            base = auto(planner)
+            base = further_ahead(planner, auto(planner))
         except NothingFits as error:
             nearest = error.nearest
     if base is None and planner.request.stop.now():  # an answer is known elsewhere
@@ -228,7 +229,7 @@ def _searched(
         if made.overfills_host(candidate, point.techniques):
             continue
         try:
-            found = made.evaluated(candidate, point.techniques)
+            found = made.evaluated(candidate, point.techniques, _step(best) if best else math.inf)
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         tries += 1

@@ -24,7 +24,10 @@ def technique_lines(
 ) -> tuple[str, ...]:
     """A line for each technique of the `answer`. `near`: of each the next best, beside the `best` with one
     policy of recompute for all layers."""
-    return tuple(_line(made, d, best, near.get(d.name), answer.techniques) for d in over)
+    lines = [_line(made, d, best, near.get(d.name), answer.techniques) for d in over]
+    if answer.techniques.prefetch > 1 and "prefetch" not in answer.techniques.given:
+        lines.append(f"auto chose prefetch={answer.techniques.prefetch}: gathers of weights start earlier")
+    return tuple(lines)
 
 
 def _line(

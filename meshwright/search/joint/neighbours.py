@@ -50,7 +50,7 @@ def quicker(
         enough = _enough(named.get(name), one.techniques, best)
         if one.found is None or one.seconds >= enough:
             continue
-        found = made.planner.under(one.techniques).settled(one.found)
+        found = made.planner.under(one.found.techniques).settled(one.found)
         if not fits_in_both(made.planner, found):
             del near[name]
             continue
@@ -119,7 +119,7 @@ def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, flo
                 estimated = Neighbour(techniques, likely)
             continue
         try:
-            found = made.evaluated(made.candidates[number], techniques)
+            found = made.evaluated(made.candidates[number], techniques, enough)
         except PlanError:
             continue
         step = found.claims["step_seconds"]

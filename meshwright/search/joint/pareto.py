@@ -9,6 +9,7 @@ by adding up: activations are divided by micro-batches, those that are computed 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +22,12 @@ from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.ops.batch import batch_rows, batch_units
 from meshwright.ops.strategy import at_path
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
-from meshwright.search.data_parallel import by_batch
+from meshwright.search.data_parallel import by_batch_rows
+from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, NoStates, Problem, Solution, solve
 from meshwright.search.space.build import Space
-from meshwright.search.space.constraints import exactly, rows_of
+from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import outside
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.stop import never
@@ -88,7 +90,7 @@ class Front:
 
     def memory(self, space: Space, techniques: Techniques) -> Memory:
         """The sums under techniques."""
-        at_once = replace(techniques, micro_batches=1)
+        at_once = replace(techniques, micro_batches=1, prefetch=1)
         known = self._known.setdefault(space, {})
         if at_once not in known:
             known[at_once] = self.planner.under(at_once).memory(space)
@@ -199,8 +201,11 @@ class Front:
             bool((mine < TECHNIQUES.worth_saving * self._totals(candidate, other)).any()) for other in plainer
         )
 
-    def evaluated(self, candidate: Candidate, techniques: Techniques) -> SearchResult:
-        """The candidate simulated under techniques. Raises PlanError for techniques that it cannot take."""
+    def evaluated(
+        self, candidate: Candidate, techniques: Techniques, enough: float = math.inf
+    ) -> SearchResult:
+        """The candidate simulated under techniques, with its weights gathered further ahead where that is quicker and
+        may take less than `enough` seconds. Raises PlanError for techniques that it cannot take."""
         known = self._seen.get((candidate, techniques))
         if known is not None:
             return known
@@ -208,6 +213,8 @@ class Front:
             candidate.space, candidate.states, {"chosen": candidate.name}
         )
         if found.evaluation is not None:
+            found = further_ahead(self.planner, found, enough)
+            assert found.evaluation is not None
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
             seen = self.missed.setdefault(candidate, {})
             seen[techniques] = max(0.0, missed) * techniques.micro_batches
@@ -279,10 +286,9 @@ def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterato
     and how many examples a rank has; none where the user pinned something. `many`: of shardings those alone that leave
     a rank all of these examples, so that there can be as many micro-batches."""
     context = planner.context
-    axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
     if planner.seeds:
         return
-    rows = rows_of(planner.codes, by_batch(context, axes), context.mesh)
+    rows = by_batch_rows(context, planner.codes)
     if rows is None:
         return
     count = len(context.mesh.axes)

@@ -54,7 +54,7 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
     expected = {1: 0.9, 2: 1.0, 4: 1.3}  # micro-batches → seconds
     simulated: list[int] = []
 
-    def evaluated(candidate: Any, asked: Techniques) -> Any:
+    def evaluated(candidate: Any, asked: Techniques, enough: float) -> Any:
         simulated.append(asked.micro_batches)
         return found(1.5, {**HERE, "micro_batches": asked.micro_batches})
 

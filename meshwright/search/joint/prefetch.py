@@ -1,0 +1,54 @@
+"""Gathers of sharded weights that start further ahead, where a step waits for them and memory has room."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from meshwright.errors import PlanError
+from meshwright.search.budget import TECHNIQUES
+from meshwright.search.memory_limit import fits_in_both
+from meshwright.search.planner import Planner, SearchResult
+
+
+def further_ahead(planner: Planner, found: SearchResult, enough: float = math.inf) -> SearchResult:
+    """Return the choice with its weights gathered further ahead, as long as that is quicker and fits; else itself.
+
+    Nothing is tried if the step were above `enough` seconds with no communication exposed.
+    """
+    while (
+        "prefetch" not in found.techniques.given
+        and found.evaluation is not None
+        and found.techniques.prefetch < TECHNIQUES.prefetch
+        and _waits(found, enough)
+        and not planner.request.stop.now()
+    ):
+        under = planner.under(replace(found.techniques, prefetch=found.techniques.prefetch + 1))
+        try:
+            longer = under.found(found.space, found.states, {"chosen": found.claims.get("chosen", "")})
+        except PlanError:
+            return found
+        if found.evaluation.in_full:
+            longer = under.settled(longer)
+        if not fits_in_both(planner, longer) or _step(longer) >= (1 - TECHNIQUES.worth) * _step(found):
+            return found
+        kept = {k: v for k, v in found.claims.items() if k not in longer.claims}
+        found = replace(longer, claims={**kept, **longer.claims})
+    return found
+
+
+def _waits(found: SearchResult, enough: float) -> bool:
+    """Return whether a step may wait for gathered weights, and would be below `enough` if it waited for nothing."""
+    assert found.evaluation is not None
+    exposed = found.evaluation.exposed_seconds
+    if exposed <= TECHNIQUES.exposed * _step(found) or _step(found) - exposed >= enough:
+        return False
+    gathers = found.techniques.micro_batches * found.space.least_gathers(found.states)
+    return gathers > TECHNIQUES.worth * _step(found)
+
+
+def _step(found: SearchResult) -> float:
+    return found.claims["step_seconds"]
+
+
+__all__ = ["further_ahead"]
