@@ -19,6 +19,7 @@ from meshwright.cli import (
     goodput,
     k8s,
     plan,
+    ps,
     run,
     scheduler,
     verify,
@@ -60,6 +61,7 @@ app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="convert")(convert.convert)
 app.command(name="scheduler")(scheduler.scheduler)
 app.add_typer(k8s.app, name="k8s")
+app.add_typer(ps.app, name="ps")
 app.command(name="run", context_settings=run.CONTEXT)(run.run)
 
 

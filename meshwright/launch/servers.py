@@ -18,7 +18,7 @@ from meshwright.errors import LaunchError, path_from
 from meshwright.launch.nodes import Nodes, trusted
 from meshwright.scheduler.client import FILE, Place
 from meshwright.scheduler.trust import SECRET, Trust
-from meshwright.servers.meeting import FOLDER, Meeting, meeting
+from meshwright.servers.meeting import FOLDER, LAUNCHER, PREFIX, Meeting, meeting
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
@@ -131,7 +131,8 @@ def started(count: int | None, state: Path | None, nodes: Nodes | None = None) -
             raise LaunchError(
                 f"cannot write to {state}", why=error.strerror or str(error), hint=hint
             ) from None
-    folder = Path(tempfile.mkdtemp(prefix="meshwright-servers-"))  # only this user can open it
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can open it
+    (folder / LAUNCHER).write_text(str(os.getpid()))
     if nodes is not None:
         Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
     before = os.environ.get(FOLDER)

@@ -98,6 +98,9 @@ class Client:
                 self._socket.settimeout(wait + CONNECT_SECONDS)
                 send(self._socket, ask)
                 return receive(self._socket, kind)
+            except m.Malformed as error:
+                self.close()
+                raise LaunchError(f"what listens at {self.place} is no scheduler", why=str(error)) from None
             except (OSError, EOFError) as error:
                 self.close()
                 if time.monotonic() > end:

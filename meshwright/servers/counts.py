@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 @dataclass
 class Counts:
     """Since the start. `applied`: pushes that became part of an update, by worker; `oldest`: the most steps by which a
-    value that was read was behind its reader."""
+    value that was read was behind its reader; `pulled_bytes`, `pushed_bytes`: of tensors."""
 
     pulls: int = 0
     updates: int = 0
     repeated: int = 0
     refused: int = 0
     oldest: int = 0
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
     applied: dict[int, int] = field(default_factory=dict)
 
 

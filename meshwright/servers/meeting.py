@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import ssl
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -23,6 +24,8 @@ from meshwright.scheduler.link import PARAMETER_SERVER, admit, at, call
 from meshwright.scheduler.trust import server_context
 
 FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
+PREFIX = "meshwright-servers-"  # of its name, among temporary files
+LAUNCHER = "launcher"  # the file in it with the launcher's process id
 BUFFER_BYTES = 4 << 20
 PATIENCE_SECONDS = 2.0  # for a scheduler that is away; who asks tries again
 COUNT_SECONDS = 60.0  # for the launchers of all machines to say how many servers they start
@@ -177,6 +180,17 @@ class InFolder:
         part.rename(self.folder / name)
 
 
+def running() -> list[Path]:
+    """The folders of this user's jobs of this machine whose launcher runs, the newest first."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if path.stat().st_uid == os.getuid():
+                os.kill(int((path / LAUNCHER).read_text()), 0)
+                found.append(path)
+    return sorted(found, key=lambda path: -path.stat().st_mtime)
+
+
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The servers of one machine: `node` is its name in the job."""
 
@@ -290,4 +304,4 @@ def _begun(known: bytes) -> list[Begun]:
     return msgspec.json.decode(known, type=list[Begun]) if known else []
 
 
-__all__ = ["FOLDER", "ByScheduler", "InFolder", "Meeting", "meeting"]
+__all__ = ["FOLDER", "LAUNCHER", "PREFIX", "ByScheduler", "InFolder", "Meeting", "meeting", "running"]

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from meshwright.errors import ServerError
+from meshwright.servers.counts import Counts
 from meshwright.servers.shards import Options, Parameter, ShardMap
 
 Tensors = list[torch.Tensor]
@@ -76,6 +77,10 @@ class Push(Message, frozen=True):
     dense: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     options: dict[str, Options] = {}
+
+
+class Look(Message, frozen=True):
+    """Of any job. Answered by `Seen`."""
 
 
 # Checkpoints, see `meshwright.checkpoint.of_servers`.
@@ -233,6 +238,21 @@ class Taken(Message, frozen=True):
     names: tuple[str, ...]
 
 
+class Seen(Message, frozen=True):
+    """A server at one moment. `size_bytes`: of values and states. `waiting`: pushes that are not applied yet. `clocks`:
+    of workers; `left`: of those that are gone. `seconds`: since it was started, and how long of it it has worked."""
+
+    job: str
+    bound: int | None
+    size_bytes: int
+    blocks: int
+    waiting: int
+    clocks: dict[int, int]
+    left: dict[int, int]
+    counts: Counts
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
 class Wait(Message, frozen=True):
     """Not yet: ask again when something has changed."""
 
@@ -254,10 +274,10 @@ class Refused(Message, frozen=True):
 
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
 Saving = Freeze | Thaw | Clear | Begin | Await
-Request = Declare | Fill | Join | Leave | Pull | Push | Saving | Moving
+Request = Declare | Fill | Join | Leave | Pull | Push | Look | Saving | Moving
 # what must outlive a server
 Changing = Declare | Fill | Join | Leave | Push | Clear | Begin | Hold | Allow | Resume | Give | Remap
-Answer = Done | Declared | Joined | Values | Frozen | Begins | Held | Taken | Wait | Moved | Refused
+Answer = Done | Declared | Joined | Values | Seen | Frozen | Begins | Held | Taken | Wait | Moved | Refused
 
 
 __all__ = [
@@ -280,6 +300,7 @@ __all__ = [
     "Join",
     "Joined",
     "Leave",
+    "Look",
     "Message",
     "Moved",
     "Moving",
@@ -291,6 +312,7 @@ __all__ = [
     "Request",
     "Resume",
     "Saving",
+    "Seen",
     "State",
     "Take",
     "Taken",

@@ -67,6 +67,8 @@ class Server:
                     return self._pull(request, tensors)
                 case m.Push():
                     return self._push(request, tensors), []
+                case m.Look():
+                    return self._seen(), []
                 case m.Freeze() | m.Thaw() | m.Clear() | m.Begin() | m.Await():
                     self._check_model(request.model)
                     return self._save(request), []
@@ -105,6 +107,15 @@ class Server:
     def size_bytes(self) -> int:
         """Bytes of values and optimizer states."""
         return sum(stored.size_bytes for stored in self.stored.values())
+
+    def _seen(self) -> m.Seen:
+        if self.declared is None:
+            raise ServerError("this server has no model yet", hint="declare it first")
+        clocks, left = dict(self.clocks.of), dict(self.clocks.left)
+        blocks = sum(len(stored.blocks) for stored in self.stored.values())
+        waiting = sum(map(len, self.rounds.values()))
+        job, bound = self.declared.job, self.clocks.bound
+        return m.Seen(job, bound, self.size_bytes, blocks, waiting, clocks, left, self.counts)
 
     def _missing(self) -> dict[str, tuple[int, ...]]:
         mine = self.map.blocks_of(self.number)
@@ -199,6 +210,7 @@ class Server:
         ):  # others may push while it is sent; in step, no update happens without this worker
             values = [tensor.clone() for tensor in values]
         values += [stored.read(ids) for stored, ids in tables]
+        self.counts.pulled_bytes += sum(tensor.nbytes for tensor in values)
         return m.Values(self.clocks.least(), self.counts.updates), values
 
     def _other_map(self, version: int) -> m.Answer:
@@ -330,6 +342,7 @@ class Server:
                 f"worker {request.worker} pushes step {request.clock}", why=f"its next one is {clock}"
             )
         gradients = self._checked(request, tensors)
+        self.counts.pushed_bytes += sum(tensor.nbytes for tensor in tensors)
         self.rounds.setdefault(request.clock, {})[request.worker] = gradients
         self.clocks.of[request.worker] += 1
         self._apply()

@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 
+from msgspec import structs
+
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
@@ -29,6 +31,7 @@ class Serving:
 
     def __init__(self, server: Server, meeting: Meeting, journal: Journal | None = None) -> None:
         self.server, self.journal = server, journal
+        self._began, self._worked = time.monotonic(), 0.0  # seconds of work
         self._changed = threading.Condition()
         self._connection_of: dict[int, socket.socket | None] = dict.fromkeys(server.clocks.of)
         self._open: set[socket.socket] = set()
@@ -103,12 +106,17 @@ class Serving:
 
     def _answered(self, body: m.Request, tensors: m.Tensors) -> Reply:
         """Answer, and write down what has changed something before anybody hears of it."""
+        begin = time.monotonic()
         reply = self.server.answer(body, tensors)
         changes = isinstance(body, m.Changing) and not isinstance(reply[0], m.Refused | m.Wait | m.Moved)
         if changes and not (isinstance(reply[0], m.Done) and reply[0].repeated):
             if self.journal is not None:
                 self.journal.write(self.server, body, tensors)
             self._changed.notify_all()
+        now = time.monotonic()
+        self._worked += now - begin
+        if isinstance(reply[0], m.Seen):
+            return structs.replace(reply[0], seconds=(now - self._began, self._worked)), reply[1]
         return reply
 
     def _later(self, seconds: float, worker: int, made: socket.socket | None) -> None:

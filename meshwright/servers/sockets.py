@@ -11,6 +11,7 @@ import time
 
 from meshwright.errors import LaunchError, ServerError
 from meshwright.scheduler.client import Unreachable
+from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.local import PATIENCE_SECONDS, Requests
 from meshwright.servers.meeting import Meeting
@@ -69,8 +70,8 @@ class Remote:
             for number in (n for n in left if n not in found):
                 if why := self.meeting.lost(number):
                     raise ServerError(f"parameter server {number} is lost", why=why)
-            if time.monotonic() > min(end, down):
-                raise self._given_up(min(set(requests) - set(found)), time.monotonic() > end)
+            if (missing := set(requests) - set(found)) and time.monotonic() > min(end, down):
+                raise self._given_up(min(missing), time.monotonic() > end)
             if any(n not in self._open for n in left if n not in found):
                 time.sleep(RETRY_SECONDS)
         return found
@@ -80,7 +81,7 @@ class Remote:
             if number not in self._open:
                 self._open[number] = self.meeting.call(number)
             send(self._open[number], body, tensors)
-        except (OSError, EOFError, Unreachable):
+        except (OSError, EOFError, Unreachable, MalformedGreeting):
             self._lost(number)
             return False
         except LaunchError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from meshwright.cli import app
 from meshwright.errors import ServerError
 from meshwright.servers import messages as m
 from meshwright.servers import serving, snapshots
@@ -204,3 +208,29 @@ def test_a_server_that_stays_away_is_named(jobs, tmp_path):
     with pytest.raises(ServerError, match="parameter server 0 is lost"):
         Remote(InFolder(tmp_path / "elsewhere"), away=60).ask({0: (m.Leave(made.model, 0), [])})
     assert time.monotonic() - began < 60
+
+
+def test_the_status_of_servers(jobs, tmp_path, monkeypatch):
+    job = jobs(2)
+    InFolder(tmp_path).begin(3, "")
+    made = worker(job, 0, 1)
+    train(made, 3)
+    told = CliRunner().invoke(app, ["ps", "status", str(tmp_path), "--json"])
+    first, second, silent = json.loads(told.stdout).values()
+    assert silent == "parameter server 2 does not answer"
+    assert first["clocks"] == second["clocks"] == {"0": 3}
+    assert first["counts"]["updates"] == 3
+    assert first["blocks"] + second["blocks"] == 50 + 1
+    assert first["counts"]["pulled_bytes"] + second["counts"]["pulled_bytes"] == 3 * (3 + 5) * WIDTH * 4
+    shown = CliRunner().invoke(app, ["ps", "status", str(tmp_path)])
+    assert "staleness 0" in shown.stdout
+    assert silent in shown.stdout
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ServerError, match="no job with parameter servers runs here"):
+        CliRunner().invoke(app, ["ps", "status"], catch_exceptions=False)
+
+
+def test_an_answer_that_comes_late_is_one(jobs, tmp_path):
+    made = worker(jobs(1), 0, 1)
+    seen, _ = Remote(InFolder(tmp_path), 0.0, 0.0).ask({0: (m.Look(), [])})[0]
+    assert (seen.job, seen.clocks) == ("job", {made.number: 0})
