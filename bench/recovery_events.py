@@ -46,12 +46,15 @@ class Job:
     options: tuple[object, ...]
     replicas: bool = False
     ranks: int = 2
+    machines: int = 1  # of `places`, with which it begins
+    nnodes: str = ""  # MIN:MAX; else it is as many
     scheduler: bool = False  # one of its own, rather than that of the first machine
     secret: str = field(default_factory=secrets.token_hex)
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
+        self.each = self.ranks // self.machines
         if self.scheduler:
             self.schedule()
         for place in range(self.machines):
@@ -71,21 +74,16 @@ class Job:
             )
 
     @property
-    def machines(self) -> int:
-        """How many machines it begins with: one alone, or two of three."""
-        return min(2, len(self.places))
-
-    @property
     def master(self) -> str:
         return f"{self.places[0].address}:{PORT}"
 
     def start(self, place: int) -> None:
         """Start a machine, for the first time or again."""
-        each, count = self.ranks // self.machines, self.machines
+        count = self.machines
         one = "--node-rank" if place < count else "--node-id"
-        several = ("--nnodes", count, one, place, "--master", self.master) if count > 1 else ()
+        several = ("--nnodes", self.nnodes or count, one, place, "--master", self.master) if count > 1 else ()
         script = (SCRIPT, self.folder, 10**6, *(("replicas",) if self.replicas else ()))
-        words = ("run", "--nproc", each, *several, *self.options, *script)
+        words = ("run", "--nproc", self.each, *several, *self.options, *script)
         self.running[place] = self._popen(place, *words)
 
     def schedule(self) -> None:
@@ -97,8 +95,7 @@ class Job:
         """Kill a machine, its ranks with their launcher, or the scheduler (-1); when."""
         moment = time.time()
         os.killpg(self.running[place].pid, signal.SIGKILL)
-        each = self.ranks // self.machines
-        for rank in range(place * each, (place + 1) * each) if place >= 0 else ():
+        for rank in range(place * self.each, (place + 1) * self.each) if place >= 0 else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid(rank), signal.SIGKILL)
         self.running[place].wait()
@@ -173,6 +170,29 @@ def rank_back(job: Job) -> tuple[Found | None, str]:
     return Found(pause, 0), f"takes part {found.seconds:.1f} s after it was killed"
 
 
+def machine_lost(job: Job) -> tuple[Found | None, str]:
+    known = job.warm()
+    moment = job.kill(1)
+    del job.running[1]
+    return job.next(moment, lambda line: line.pid not in known), ""
+
+
+def machine_joins(job: Job) -> tuple[Found | None, str]:
+    known, moment = job.warm(), time.time()
+    place = next(place for place in range(len(job.places)) if place not in job.running)
+    job.start(place)
+    found = job.next(moment, lambda line: line.pid not in known)
+    last = max(line.at for line in job.lines() if line.pid in known)
+    note = f"{found.seconds:.1f} s after it was started; the others save first"
+    return Found(moment + found.seconds - last, found.lost), note
+
+
+def machine_back(job: Job) -> tuple[Found | None, str]:
+    machine_lost(job)
+    job.ranks -= job.each
+    return machine_joins(job)
+
+
 def machine_killed(job: Job) -> tuple[Found | None, str]:
     known = job.warm()
     moment = job.kill(1)
@@ -223,6 +243,7 @@ def machine_added(job: Job) -> tuple[Found | None, str]:
 
 
 RESTART = ("--max-restarts", 3)
+ELASTIC = (*RESTART, "--last-call", 1)
 CONTINUE = ("--on-failure", "continue", "--max-restarts")
 
 
@@ -236,24 +257,33 @@ class Event:
     options: tuple[object, ...] = RESTART
     replicas: bool = False
     ranks: int = 2
-    machines: bool = False
+    machines: int = 1
+    nnodes: str = ""
     scheduler: bool = False
 
     def job(self, folder: Path, places: list[Machine]) -> Job:
-        return Job(folder, places, self.options, self.replicas, self.ranks, self.scheduler)
+        how = (self.replicas, self.ranks, self.machines, self.nnodes, self.scheduler)
+        return Job(folder, places, self.options, *how)
 
 
 EVENTS = {
     "rank": Event("rank killed", "all restart", rank_killed),
     "rank-continue": Event("rank killed", "the others go on", rank_killed, (*CONTINUE, 0), True, 3),
     "rank-back": Event("rank back", "it joins", rank_back, (*CONTINUE, 1), True, 3),
-    "machine": Event("machine killed and back", "all restart", machine_killed, machines=True),
-    "scheduler": Event(
-        "scheduler killed and back", "nothing", scheduler_killed, machines=True, scheduler=True
+    "machine": Event("machine killed and back", "all restart", machine_killed, machines=2),
+    "scheduler": Event("scheduler killed and back", "nothing", scheduler_killed, machines=2, scheduler=True),
+    "network": Event("network down for 20 s", "all wait", network_down, machines=2),
+    "slow": Event("slow machine", "all wait", machine_slow, machines=2),
+    "added": Event("machine added", "nothing", machine_added, machines=2),
+    "elastic-lost": Event(
+        "machine killed, --nnodes 2:3", "the others begin again", machine_lost, ELASTIC, False, 3, 3, "2:3"
     ),
-    "network": Event("network down for 20 s", "all wait", network_down, machines=True),
-    "slow": Event("slow machine", "all wait", machine_slow, machines=True),
-    "added": Event("machine added", "nothing", machine_added, machines=True),
+    "elastic-back": Event(
+        "machine back, --nnodes 2:3", "all begin again", machine_back, ELASTIC, False, 3, 3, "2:3"
+    ),
+    "elastic-added": Event(
+        "machine added, --nnodes 2:3", "all begin again", machine_joins, ELASTIC, False, 2, 2, "2:3"
+    ),
 }
 
 
@@ -269,7 +299,7 @@ def measured(name: str, folder: Path) -> Row:
     """Run an event, and the same job undisturbed."""
     event = EVENTS[name]
     with (
-        machines(3) if event.machines else contextlib.nullcontext(ALONE) as places,
+        machines(3) if event.machines > 1 else contextlib.nullcontext(ALONE) as places,
         contextlib.closing(event.job(folder / name, places)) as job,
     ):
         found, note = event.run(job)

@@ -40,7 +40,7 @@ def main(folder: Path, steps: int, replicas: bool = False) -> None:
         batch,
         loss=loss,
         mesh=int(os.environ["WORLD_SIZE"]),
-        exact_random=replicas,
+        exact_random=True,  # those of one device, for every number of ranks
         **how,
     )
     loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True), step)

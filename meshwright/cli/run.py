@@ -119,7 +119,10 @@ def run(
     nnodes: Annotated[
         str | None,
         typer.Option(
-            metavar="N", help="How many machines the job has.", rich_help_panel=SEVERAL, show_default="1"
+            metavar="N",
+            help="How many machines the job has; MIN:MAX (2:4) goes on with those that are there.",
+            rich_help_panel=SEVERAL,
+            show_default="1",
         ),
     ] = None,
     world_size: Annotated[
@@ -163,6 +166,14 @@ def run(
             rich_help_panel=SEVERAL,
         ),
     ] = "600",
+    last_call: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --nnodes MIN:MAX: how long to wait at the start for more than MIN.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = "30",
 ) -> None:
     """Start N ranks of a script on this machine, or on each of several.
 
@@ -184,6 +195,7 @@ def run(
         certificates=certificates,
         insecure=insecure,
         wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
+        last_call_seconds=duration(last_call, "--last-call"),
         stops_alone=stop_alone,
     )
     if stop_alone and nodes is None:

@@ -72,7 +72,7 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
     """As many attempts as the job may have, until one succeeds."""
     run_id = f"meshwright-{uuid.uuid4().hex}"
     with reaper.guard(run_id):
-        fresh = True
+        fresh, failures = True, 0
         while True:
             for left in records.glob("*"):  # of an attempt before
                 left.unlink()
@@ -84,7 +84,9 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
             outcome, again = party.end(outcome)
             if not again:
                 return outcome
-            print(f"{outcome.failure}\nattempt {span.attempt + 2} of {job.restarts + 1}:", file=sys.stderr)
+            if outcome.failure is not None:
+                failures += 1
+                print(f"{outcome.failure}\nattempt {failures + 1} of {job.restarts + 1}:", file=sys.stderr)
             # a failed rank may have left children that hold ports, memory or a GPU
             reaper.sweep(run_id)
 
@@ -115,7 +117,8 @@ def _attempt(
             party.stopped(128 + heard[0])
             raise Stopped
         cut_short = left is None and bool(ranks.running()) and not ranks.failed()
-        ranks.stop(signal.SIGTERM, min(job.grace_seconds, AFTER_FAILURE_SECONDS))
+        seconds = job.grace_seconds if party.grows() else min(job.grace_seconds, AFTER_FAILURE_SECONDS)
+        ranks.stop(signal.SIGTERM, seconds)
     if heard:
         party.stopped(128 + heard[0])
         raise Stopped

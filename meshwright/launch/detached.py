@@ -25,6 +25,8 @@ def described(job: Job) -> str:
         world = nodes.world or sum(counts)
         guard = "no secret, no TLS" if nodes.insecure else "TLS and a secret"
         lines = [f"scheduler at {nodes.master}: {guard}"]
+        if nodes.most > nodes.count:
+            lines.append(f"{nodes.count} to {nodes.most} nodes take part, as many as there are")
         first = 0
         for place, nproc in enumerate(counts):
             own = " (this machine)" if place == nodes.index else ""

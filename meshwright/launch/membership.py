@@ -114,7 +114,8 @@ class Member:
         """Wait for the other machines; the ranks of this one in the next attempt. Raises LaunchError with the names of
         those that have not come."""
         nodes = self._nodes
-        join = m.Join(self._node, nodes.count, nodes.world, self._restarts, 0.0, 0.0)
+        most, last_call = max(nodes.count, nodes.most), nodes.last_call_seconds
+        join = m.Join(self._node, nodes.count, nodes.world, self._restarts, 0.0, 0.0, most, last_call)
         return self._formed(gather(self._client, join, nodes.wait_seconds, self._look))
 
     def _look(self) -> None:
@@ -161,6 +162,10 @@ class Member:
         state = self._state
         return bool(state.seen) and (state.over or state.attempt != self._attempt)
 
+    def grows(self) -> bool:
+        """Return whether the attempt has ended for another machine to take part: its ranks have time to save."""
+        return self.over() and self._state.again and not self._state.status
+
     def stopped(self, status: int) -> None:
         """Tell the others that the job, or this machine alone, has been asked to stop."""
         final = not self._nodes.stops_alone
@@ -187,6 +192,9 @@ class Member:
         self._attempt, attempt = 0, self._attempt
         if state.attempt > attempt:
             return outcome, True
+        if state.again and not state.status:
+            print(state.text, file=sys.stderr, flush=True)
+            return Outcome(0, None, outcome.log_dir), True
         if not state.status:
             return Outcome(0, None, outcome.log_dir), False
         if state.node == self._node.id and outcome.failure is not None:

@@ -17,16 +17,18 @@ from meshwright.scheduler.trust import find_secret
 
 PORT = 8118  # of the scheduler, where none is named: that of the reference system
 WAIT_SECONDS = 600.0  # until all nodes are there
+LAST_CALL_SECONDS = 30.0  # for more nodes than there have to be: that of torch
 BRACKETED = re.compile(r"\[(?P<host>[^\]]*)\](:(?P<port>.*))?")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """`count` machines with `world` ranks in all (0: whatever the nodes have); this one is number `index` (-1: any
-    place), called `id`. The scheduler is at `host` and `port`. `secret`: a file; without one, and none in the
-    environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever. `stops_alone`: a
-    signal to this one does not end the job, which waits for it to come again, as often as it may restart."""
+    """`count` machines, or up to `most`, with `world` ranks in all (0: whatever the nodes have); this one is number
+    `index` (-1: any place), called `id`. The scheduler is at `host` and `port`. `secret`: a file; without one, and none
+    in the environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever.
+    `last_call_seconds`: so long the start waits for more nodes than `count`. `stops_alone`: a signal to this one does
+    not end the job, which waits for it to come again, as often as it may restart."""
 
     count: int
     host: str
@@ -39,6 +41,8 @@ class Nodes:
     certificates: Path | None = None
     wait_seconds: float = WAIT_SECONDS
     stops_alone: bool = False
+    most: int = 0
+    last_call_seconds: float = LAST_CALL_SECONDS
 
     @property
     def master(self) -> str:
@@ -137,9 +141,13 @@ def placed(
                 f"--nproc is {nproc!r}", why="this is one machine", hint="--nnodes, --node-rank, --master"
             )
         return None, counts or (1,)
-    number = {option: whole(text, option) for option, text in several.items() if option != "--master"}
+    least, most = nodes_of(several.get("--nnodes", "0"))
+    number = {o: whole(t, o) for o, t in several.items() if o not in ("--master", "--nnodes")}
+    number |= {"--nnodes": least} if "--nnodes" in several else {}
+    if most > least:
+        _check_elastic(several, counts, least, most)
     if (
-        number.get("--nnodes") == 1
+        number.get("--nnodes") == most == 1
         and set(several) <= {"--nnodes", "--node-rank"}
         and not number.get("--node-rank")
     ):
@@ -159,11 +167,34 @@ def placed(
         world=number.get("--world-size", 0),
         index=number.get("--node-rank", -1),
         id=id or name,
+        most=most,
         **more,
     )
     if not counts:
         counts = (even_share(nodes) if nodes.world else 1,)
     return nproc_of(counts, nodes), counts
+
+
+def nodes_of(text: str) -> tuple[int, int]:
+    """``4``, or ``2:4``: the least and the greatest number of nodes."""
+    least, colon, most = text.partition(":")
+    found = whole(least, "--nnodes"), whole(most if colon else least, "--nnodes")
+    if colon and not 1 <= found[0] <= found[1]:
+        raise LaunchError(
+            f"--nnodes is {text!r}", why="it is the least and the greatest number", hint="--nnodes 2:4"
+        )
+    return found
+
+
+def _check_elastic(several: Mapping[str, str], counts: Sequence[int], least: int, most: int) -> None:
+    """Raise LaunchError for numbers that a changing number of nodes has not."""
+    wrong = "--world-size" if "--world-size" in several else "--nproc of each node" if len(counts) > 1 else ""
+    if wrong:
+        raise LaunchError(
+            f"--nnodes {least}:{most} beside {wrong}",
+            why="the number of ranks follows from the nodes that are there",
+            hint="--nproc of this node alone",
+        )
 
 
 def whole(text: str, option: str) -> int:
@@ -184,9 +215,12 @@ def check_nodes(nodes: Nodes, nproc: int) -> Nodes:
         raise LaunchError(
             "how many nodes?", why="neither --nnodes nor --world-size says it", hint="--nnodes 2"
         )
-    if nodes.count and nodes.index >= nodes.count:
+    most = max(nodes.count, nodes.most)
+    if most and nodes.index >= most:
+        raise LaunchError(f"--node-rank is {nodes.index}", why=f"{most} nodes count from 0 to {most - 1}")
+    if not 0 <= nodes.last_call_seconds <= 86400:
         raise LaunchError(
-            f"--node-rank is {nodes.index}", why=f"{nodes.count} nodes count from 0 to {nodes.count - 1}"
+            f"--last-call is {nodes.last_call_seconds:g} seconds", why="it is a time, at most a day"
         )
     least = nproc + max(0, nodes.count - 1)
     if nodes.world and nodes.world < least:

@@ -76,6 +76,10 @@ class Alone:
         """Return whether another machine has ended the attempt."""
         return False
 
+    def grows(self) -> bool:
+        """Return whether the attempt has ended for another machine to take part."""
+        return False
+
     def stopped(self, status: int) -> None:
         """Tell the others that the job has been asked to stop."""
 

@@ -4,6 +4,9 @@ Nodes gather until all are there; then an attempt is formed and runs. It is over
 ended well, or when one fails or is lost; then those that are left say how they ended (the first to speak need not be
 the one that failed first), and gather again if the job may begin again. A node that comes again under its id takes its
 place.
+
+A job may have from `nodes` to `most` nodes. Then those that are left begin again without one that is lost, and another
+one that comes ends the attempt, which is no failure.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ LOST = 137  # the status of a node that is lost, as of a process that was killed
 
 class Facts(msgspec.Struct):
     """State that outlives the process. `nodes`, `world`, `restarts`: of the job; 0 nodes or ranks while unknown.
-    `order`: the nodes of the newest attempt. `reports`: by node, how it has ended."""
+    `order`: the nodes of the newest attempt. `reports`: by node, how it has ended. `lost`: nodes that nobody waits for.
+    `grows`: the attempt ends for another node to take part."""
 
     nodes: int = 0
     world: int = 0
@@ -35,6 +39,10 @@ class Facts(msgspec.Struct):
     running: bool = False
     reports: dict[str, Report] = msgspec.field(default_factory=dict)
     verdict: State = State(0)
+    most: int = 0
+    failures: int = 0  # of attempts
+    lost: tuple[str, ...] = ()
+    grows: bool = False
 
 
 @dataclass
@@ -52,6 +60,8 @@ class Members:
     gone: dict[str, float] = field(default_factory=dict)
     here: dict[str, Node] = field(default_factory=dict)
     over_at: float = 0.0
+    came_at: float = 0.0  # when a node came that was not here
+    last_call: float = 0.0
 
     def __post_init__(self) -> None:
         known = self.kept.facts.get("members")
@@ -71,31 +81,54 @@ class Members:
         refused = self._agree(join) or self._skewed(join, clock) or self._placed(node, now)
         if refused is not None:
             return refused
-        if facts.running and not facts.verdict.over:
-            if node.id not in {n.id for n in facts.order}:
-                return Refused(
-                    f"node {node.id} ({node.host}) is one too many",
-                    why=f"the job is complete: {_names(facts.order)}",
-                    hint="--nnodes of every node, or another --master for another job",
-                )
-            self._lost(node.id, f"node {node.id} ({node.host}) came again in the middle of the attempt", now)
-        elif facts.verdict.over and not facts.verdict.again:
+        known = node.id in {n.id for n in facts.order}
+        if facts.verdict.over and not facts.verdict.again:
             return Refused(
                 "the job has ended", why=facts.verdict.text, hint="a scheduler of its own for a new job"
             )
+        if facts.running and not known and node.id not in self.here and self._full():
+            return Refused(
+                f"node {node.id} ({node.host}) is one too many",
+                why=f"the job is complete: {_names(facts.order)}",
+                hint="--nnodes of every node, as in --nnodes 2:4, or another --master for another job",
+            )
+        if facts.running and not facts.verdict.over:
+            if known:
+                text = f"node {node.id} ({node.host}) came again in the middle of the attempt"
+                self._lost(node.id, text, now)
+            else:
+                self._grow(node, now)
         if node.id not in self.here:
             self.seen += 1
+            self.came_at = now
         self.here[node.id] = node
         self.heard[node.id] = now
         self.gone.pop(node.id, None)
-        self._form()
+        self.last_call = max(self.last_call, join.last_call)
+        self._form(now)
         return None
+
+    def _full(self) -> bool:
+        """Whether as many nodes take part, or are here to do so, as may."""
+        facts = self.facts
+        staying = {n.id for n in facts.order if n.id not in facts.lost}
+        return len(staying | set(self.here)) >= max(facts.most, facts.nodes) or not facts.nodes
+
+    def _grow(self, node: Node, now: float) -> None:
+        """End the attempt for another node to take part in the next one."""
+        facts = self.facts
+        self.seen += 1
+        facts.grows, self.over_at = True, now
+        text = f"node {node.id} ({node.host}) joins"
+        facts.verdict = State(self.seen, facts.attempt, over=True, node=node.id, text=text, again=True)
+        self.keep()
 
     def _agree(self, join: Join) -> Refused | None:
         """Return whether a node describes the job as the nodes before it did."""
         facts = self.facts
         for name, option in (
             ("nodes", "--nnodes"),
+            ("most", "--nnodes, at most"),
             ("world", "--world-size"),
             ("restarts", "--max-restarts"),
         ):
@@ -113,10 +146,11 @@ class Members:
                 f"nobody has said how many nodes the job has, node {join.node.id} neither",
                 hint="--nnodes, or --world-size, of the scheduler or of a node",
             )
-        if facts.nodes and join.node.index >= facts.nodes:
+        most = max(facts.nodes, facts.most)
+        if most and join.node.index >= most:
             return Refused(
                 f"node {join.node.id} ({join.node.host}) has --node-rank {join.node.index}",
-                why=f"{facts.nodes} nodes count from 0 to {facts.nodes - 1}",
+                why=f"{most} nodes count from 0 to {most - 1}",
             )
         return None
 
@@ -154,12 +188,25 @@ class Members:
             )
         return None
 
-    def _form(self) -> None:
+    def _come(self, now: float) -> bool:
+        """Whether nobody else is waited for."""
+        facts, here, waited = self.facts, set(self.here), now - self.came_at
+        if len(here) < facts.nodes:
+            return False
+        if len(here) >= facts.most:
+            return True
+        if not facts.order:
+            return waited >= self.last_call
+        return {n.id for n in facts.order} - set(facts.lost) <= here or waited > SETTLE_SECONDS
+
+    def _form(self, now: float) -> None:
         """Begin an attempt if all are here."""
         facts, here = self.facts, list(self.here.values())
         ranks = sum(node.nproc for node in here)
-        if len(here) < facts.nodes or (not facts.nodes and ranks < facts.world):
+        if not self._come(now) or (not facts.nodes and ranks < facts.world):
             return
+        facts.failures += facts.attempt > 0 and not facts.grows
+        facts.grows, facts.lost = False, ()
         facts.attempt += 1
         facts.order = order(here, facts.order)
         facts.running, facts.reports = True, {}
@@ -214,11 +261,15 @@ class Members:
         ended = facts.reports.values()
         bad = sorted((r for r in ended if r.status), key=lambda r: r.blame)  # stable: the first of equal ones
         all_told = len(facts.reports) == len(facts.order)
+        final = any(r.final for r in ended)
         if not bad and not all_told:
             return
         self.seen += 1
+        if facts.grows and not final:
+            facts.verdict = msgspec.structs.replace(facts.verdict, seen=self.seen, settled=all_told)
+            return
         first = bad[0] if bad else Report("", facts.attempt, 0)
-        again = bool(bad) and facts.attempt <= facts.restarts and not any(r.final for r in ended)
+        again = bool(bad) and facts.failures < facts.restarts and not final
         facts.verdict = State(
             self.seen, facts.attempt, True, all_told, first.status, first.node, first.text, again
         )
@@ -240,6 +291,7 @@ class Members:
     def leave(self, node: str) -> None:
         self.here.pop(node, None)
         self.gone.pop(node, None)
+        self.facts.lost = (*self.facts.lost, node)
         self.seen += 1
 
     def tick(self, now: float) -> None:
@@ -249,6 +301,8 @@ class Members:
                 del self.here[id]
                 self.seen += 1
                 del node
+        if self.here:
+            self._form(now)
         if not self.facts.running:
             return
         settled = self.facts.verdict.over and now - self.over_at > SETTLE_SECONDS
@@ -262,6 +316,7 @@ class Members:
                 self._lost(node.id, f"node {node.id} ({node.host}) is lost: {how}", now)
 
     def _lost(self, node: str, text: str, now: float) -> None:
+        self.facts.lost = (*self.facts.lost, node)
         self.report(Report(node, self.facts.attempt, LOST, text, OWN), now)
 
     @property

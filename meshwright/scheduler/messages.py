@@ -93,7 +93,8 @@ class Node(Message, frozen=True):
 
 class Join(Message, frozen=True):
     """`nodes`, `world` and `restarts` are what this node believes of the job; 0 nodes or ranks: what the others say.
-    `clock`: seconds since the epoch. Waits up to `seconds` for the others."""
+    `clock`: seconds since the epoch. Waits up to `seconds` for the others. `most`: up to so many nodes take part, and
+    the first attempt waits `last_call` seconds for more than `nodes`."""
 
     node: Node
     nodes: int
@@ -101,6 +102,8 @@ class Join(Message, frozen=True):
     restarts: int
     clock: float
     seconds: float
+    most: int = 0
+    last_call: float = 0.0
 
 
 class Report(Message, frozen=True):
@@ -179,7 +182,8 @@ class Formed(Message, frozen=True):
 
 class State(Message, frozen=True):
     """`seen` counts events. `over`: the attempt has ended; well if `status` is 0, else `node` failed with `text`.
-    `settled`: and all that are left have said how. `again`: they shall join for another attempt. `silent`: nodes whose
+    `settled`: and all that are left have said how. `again`: they shall join for another attempt; with `status` 0 since
+    another node is to be taken in. `silent`: nodes whose
     connection is gone, which may come back."""
 
     seen: int

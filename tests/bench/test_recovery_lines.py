@@ -49,7 +49,7 @@ def test_losses_are_compared_step_by_step(lines):
 
 @pytest.mark.full
 @pytest.mark.procs
-@pytest.mark.parametrize("name", ["rank-continue", "network"])
+@pytest.mark.parametrize("name", ["rank-continue", "network", "elastic-added"])
 def test_an_event(name, tmp_path, monkeypatch):
     monkeypatch.setattr("bench.recovery_events.DOWN_SECONDS", 3.0)
     monkeypatch.setattr("bench.recovery_events.ALONE", [Machine("127.0.0.1")])

@@ -36,6 +36,9 @@ def test_ranks_of_uneven_nodes() -> None:
     assert nodes is not None
     assert (nodes.world, counts) == (5, (2, 3))
     assert placed({}, **NOTHING) == (None, (1,))
+    some, _ = placed({}, **{**NOTHING, "nnodes": "1:3", "index": "2", "master_at": "a"})
+    assert some is not None
+    assert (some.count, some.most) == (1, 3)
     assert placed({}, **{**NOTHING, "nnodes": "2", "world": "8", "master_at": "a"})[1] == (4,)
 
 
@@ -45,6 +48,10 @@ def test_ranks_of_uneven_nodes() -> None:
         ({"nproc": "2,3"}, "this is one machine"),
         ({"nnodes": "2"}, "where do they meet"),
         ({"nnodes": "two", "master_at": "a"}, "--nnodes is 'two'"),
+        ({"nnodes": "4:2", "master_at": "a"}, "least and the greatest"),
+        ({"nnodes": "2:", "master_at": "a"}, "--nnodes is ''"),
+        ({"nnodes": "2:4", "world": "8", "master_at": "a"}, "--nnodes 2:4 beside --world-size"),
+        ({"nnodes": "2:3", "nproc": "2,3", "master_at": "a"}, "--nproc of each node"),
         ({"nnodes": "3", "nproc": "2,3", "index": "0", "master_at": "a"}, "2 numbers for 3 nodes"),
         ({"nnodes": "2", "nproc": "2,3", "master_at": "a"}, "which one this is"),
         ({"nnodes": "2", "world": "5", "master_at": "a"}, "not divisible"),
