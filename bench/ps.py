@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from meshwright.servers.worker import Worker
 
 FLOATS, WIDTH, TABLE_ROWS, BATCH = 25_000_000, 64, 2_000_000, 32_768
 ZEROS = Start("uniform", 0.0, 0.0, 0)
+KILLED_PUSHES, SPARE_SECONDS = 350, 8.0
 WORK_SECONDS, STEPS = 0.02, 25  # of a quick worker's step, and how many it does
 RPC_PORT = "29544"
 
@@ -133,6 +135,27 @@ def _resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+def killed() -> None:
+    """Seconds until a killed server answers again, with a snapshot of a large table and some requests since then."""
+    table = Parameter("t", (TABLE_ROWS, WIDTH), "float32", "SparseAdam", {"lr": 0.1}, True, True, ZEROS)
+    ids = torch.arange(0, TABLE_ROWS, 100)
+    gradient = torch.ones(len(ids), WIDTH)
+    found = []
+    with tempfile.TemporaryDirectory() as state, workers((table,), 2, state=Path(state)) as (worker,):
+        for _ in range(KILLED_PUSHES):
+            worker.push(1.0, {}, {"t": (ids, gradient)})
+        for _ in range(3):
+            time.sleep(SPARE_SECONDS)
+            os.kill(int((Path(os.environ[FOLDER]) / "0.pid").read_text()), signal.SIGKILL)
+            begin = time.perf_counter()
+            worker.pull((), {"t": ids})
+            found.append(time.perf_counter() - begin)
+        size = sum(path.stat().st_size for path in (Path(state) / "0").glob("*"))
+    print(
+        f"a killed server with {size / 1e6:,.0f} MB on disk answers again: {statistics.median(found):.2f} s"
+    )
+
+
 def slow_worker() -> None:
     """Four workers, one of them four times slower, in step and without a bound."""
     given = (Parameter("weight", (1000,), "float32", "SGD", {"lr": 0.1}),)
@@ -181,5 +204,6 @@ def main() -> None:
         dense("with --server-state", Path(state))
     over_network()
     rows()
+    killed()
     slow_worker()
     others()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from meshwright.manual import world
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.rendezvous import launched_world
 from meshwright.servers import messages as m
+from meshwright.servers.beside import Beside
 from meshwright.servers.declared import Optimizers, declared
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
@@ -41,11 +41,10 @@ from meshwright.servers.rejoin import take_part
 from meshwright.servers.server import Server
 from meshwright.servers.shards import MOST_SERVERS, Options, spread
 from meshwright.servers.sockets import Remote
-from meshwright.servers.worker import Worker
+from meshwright.servers.worker import Traffic, Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 STEP = "meshwright_server_step"
-MOVING = "moving blocks"
 Weight = Callable[[Any], float]
 
 
@@ -61,31 +60,6 @@ def examples(batch: Any) -> float:
     )
 
 
-class Beside:
-    """Work in a thread of its own, such as blocks on their way to other servers."""
-
-    def __init__(self, work: Callable[[], object], name: str) -> None:
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-
-        # a move ends with the process, a save before it
-        self._thread = threading.Thread(target=run, name=name, daemon=name == MOVING)
-        self._thread.start()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Return whether the work is done; after `seconds` at the latest. Raises what went wrong. A move may need a
-        step of the worker that waits: call it after the last step, or with a limit."""
-        self._thread.join(seconds)
-        if self._error is not None:
-            raise self._error
-        return not self._thread.is_alive()
-
-
 class ServerStep:
     """A step with parameters on servers, returned by `mw.parameter_server`: ``loss = step(batch)``.
 
@@ -97,7 +71,12 @@ class ServerStep:
     """
 
     def __init__(
-        self, model: torch.nn.Module, factory: Factory, loss: Loss, staleness: int | None, weight: Weight
+        self,
+        model: torch.nn.Module,
+        factory: Factory,
+        loss: Loss,
+        staleness: int | None,
+        weight: Weight,
     ) -> None:
         if STEP in vars(model):
             raise ServerError(
@@ -149,6 +128,11 @@ class ServerStep:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of what has none of its own."""
         return self._optimizers.main
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this worker has pulled and pushed so far, and the seconds that it took."""
+        return self.worker.traffic
 
     @property
     def steps(self) -> int:
@@ -227,7 +211,7 @@ class ServerStep:
         self.wait()
         final, write = save(self._state, path, data=data, keep=keep, copied=async_)
         if async_:
-            self._writing = Beside(write, f"save {final.name}")
+            self._writing = Beside(write, f"save {final.name}", cut_off=False)
         else:
             write()
         return final
@@ -308,7 +292,7 @@ class ServerStep:
             with contextlib.closing(other):
                 use_servers(other, self._declare, range(count))
 
-        return Beside(move, MOVING)
+        return Beside(move, "moving blocks", cut_off=True)
 
     def close(self) -> None:
         """Leave the job: the other workers no longer wait for this one. A running save is waited for."""
@@ -401,6 +385,3 @@ def parameter_server(
             hint="staleness=0",
         )
     return ServerStep(model, optimizer, loss, staleness, weight)
-
-
-__all__ = ["ServerStep", "parameter_server"]

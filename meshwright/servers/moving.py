@@ -54,7 +54,8 @@ def use_servers(transport: Transport, declare: m.Declare, servers: Sequence[int]
     _same(transport, m.Allow(model, ahead), known.servers)
     _same(transport, m.Reached(model), known.servers)
     new = spread(declare.parameters, servers, newest)
-    facts = held[first][0]
+    # as it is now: the pushes that were still accepted may have changed options
+    facts = ask(transport, {first: (m.Hold(model, mover), [])}, m.Held)[first][0]
     resume = m.Resume(model, ahead, facts.left, facts.options, facts.began)
     _same(transport, resume, [s for s in servers if s not in known.servers])
     for move in moves(newest, new):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +19,19 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 FILL_BYTES = 64 << 20  # of initial values in one message
 
 
+@dataclass
+class Traffic:
+    """What a worker has moved, in bytes, and the seconds that it took, waiting for others included."""
+
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    pushed_bytes: int = 0
+    push_seconds: float = 0.0
+
+
 class Worker:
     """`number`: of the worker. `clock`: steps it has pushed. `least`: the slowest worker's clock at the last pull.
-    `before`: steps of an earlier job, whose values were loaded."""
+    `before`: steps of an earlier job, whose values were loaded. `traffic`: what it has moved."""
 
     def __init__(self, transport: Transport, number: int, declare: m.Declare) -> None:
         """Declare the model to all servers of the map. Raises ServerError where they have another one."""
@@ -33,6 +45,7 @@ class Worker:
             s: a.missing for (s, (a, _)) in answers.items() if isinstance(a, m.Declared) and a.missing
         }
         self.clock, self.least, self.before = 0, 0, 0
+        self.traffic = Traffic()
 
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""
@@ -78,7 +91,13 @@ class Worker:
     ) -> dict[str, torch.Tensor]:
         """Values of parameters, and rows of ids of tables, in the order of the ids. Waits while they are older than the
         bound allows."""
-        ids = dict(tables or {})
+        begin = time.perf_counter()
+        found = self._pull(dense, dict(tables or {}))
+        self.traffic.pulled_bytes += sum(x.nbytes for x in found.values())
+        self.traffic.pull_seconds += time.perf_counter() - begin
+        return found
+
+    def _pull(self, dense: Sequence[str], ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         while True:
             owners = {name: self._owners(name, x) for name, x in ids.items()}
             plan = {s: self._pulled(s, dense, owners) for s in self.map.servers}
@@ -93,7 +112,7 @@ class Worker:
             answers = self.ask_all(requests, m.Values | m.Moved)
             if self._moved(answers):
                 continue
-            self.least = min((a.least for a, _ in answers.values()), default=self.clock)
+            self.least = min((a.least for a, _ in answers.values()), default=self.least)
             return self._joined(asked, answers, ids)
 
     def _owners(self, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -143,6 +162,7 @@ class Worker:
     ) -> None:
         """Send the gradients of a step: means over `weight` examples. Rows of one id are summed first. All servers get
         a push, so that their clocks agree."""
+        begin = time.perf_counter()
         summed = {name: sum_rows(*pair) for name, pair in (rows or {}).items()}
         while True:
             owners = {name: self._owners(name, ids) for name, (ids, _) in summed.items()}
@@ -152,6 +172,8 @@ class Worker:
             if not self._moved(self.ask_all(requests, m.Done | m.Moved)):
                 break
         self.clock += 1
+        self.traffic.pushed_bytes += sum(x.nbytes for _, tensors in requests.values() for x in tensors)
+        self.traffic.push_seconds += time.perf_counter() - begin
 
     def _pushed(
         self,
@@ -207,4 +229,4 @@ def expected(answer: m.Answer, kind: Any) -> Any:
     return answer
 
 
-__all__ = ["Worker", "ask"]
+__all__ = ["Traffic", "Worker", "ask"]

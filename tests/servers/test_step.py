@@ -89,7 +89,10 @@ def test_a_table_with_its_own_optimizer_and_seed():
         model, lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda model, x: model(x).square().mean()
     )
     before = step.full_state()
+    moved = step.traffic.pulled_bytes, step.traffic.pushed_bytes
     step(torch.tensor([3, 3, 999]))
+    pulled, pushed = 2 * 4 * 4, 2 * (8 + 4 * 4)  # two rows of four numbers, with their ids
+    assert (step.traffic.pulled_bytes - moved[0], step.traffic.pushed_bytes - moved[1]) == (pulled, pushed)
     after = step.full_state()
     changed = (before["0.weight"] != after["0.weight"]).any(1).nonzero().flatten()
     assert changed.tolist() == [3, 999]
