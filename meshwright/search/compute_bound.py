@@ -34,21 +34,35 @@ class Least:
         self._updating: dict[int, float] = {}
 
     @functools.cached_property
-    def _works(self) -> list[tuple[int, bool, Work]]:
+    def _works(self) -> dict[str, tuple[int, bool, Work]]:
         """Of each kind of operator: how many there are, whether it is a product, and its work on one device."""
         times: dict[str, int] = {}
         for node in self.graph.nodes:
             first = self.ties.first(node.name)
             times[first] = times.get(first, 0) + self.ties.times(node.name)
-        found: list[tuple[int, bool, Work]] = []
+        found: dict[str, tuple[int, bool, Work]] = {}
         for node in self.graph.nodes:
             if node.name in times:
                 rule = self.factors.sites[node.name].rule
                 wanted = [u in self.graph.needs_grad for u in node.uses]
                 done = work(node, rule, rule.sizes, self.graph.types, wanted)
                 if done.kind != "free":
-                    found.append((times[node.name], node.op in PRODUCTS, done))
+                    found[node.name] = times[node.name], node.op in PRODUCTS, done
         return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds of operators, each by the first of its nodes."""
+        return tuple(self._works)
+
+    def each(self, pieces: int) -> np.ndarray:
+        """Seconds of one operator of each kind, of one of so many pieces: float64[operators]."""
+        return self.computing(pieces).sum(axis=1) / [times for times, _, _ in self._works.values()]
+
+    def busiest(self, pieces: int, ranks: int) -> float:
+        """Return the least seconds of the busiest of `ranks` that follow one another: an operator is on one of them."""
+        counts = np.array([times for times, _, _ in self._works.values()])
+        return float((np.ceil(counts / ranks) * self.each(pieces)).max(initial=0.0))
 
     def computing(self, pieces: int) -> np.ndarray:
         """Seconds forward, backward and, of products, for their weights, of one of so many pieces:
@@ -56,7 +70,7 @@ class Least:
         if pieces not in self._computing:
             device, measured = self.cluster.device, self.cluster.measured
             rows = []
-            for times, product, done in self._works:
+            for times, product, done in self._works.values():
                 forward, backward = (float(half) for half in seconds(_share(done, pieces), device, measured))
                 weights = backward / 2 if product else 0.0
                 rows.append((times * forward, times * (backward - weights), times * weights))

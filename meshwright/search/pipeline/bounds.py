@@ -56,10 +56,12 @@ class Bounds:
         self._sent: dict[tuple[tuple[int, ...], int], float] = {}
 
     def mean(self, outer: Outer, micro_batches: int) -> float:
-        """Return the mean busy seconds of the ranks of a pipeline."""
+        """Return the mean busy seconds of the ranks of a pipeline, or those of the rank with most of one kind of
+        operator if they are more."""
         inside = self.cluster.ranks // outer.ranks
         once = float(self.least.computing(inside * micro_batches).sum())
-        return (micro_batches * once + self.least.updating(inside)) / outer.ranks
+        mean = (micro_batches * once + self.least.updating(inside)) / outer.ranks
+        return max(mean, micro_batches * self.least.busiest(inside * micro_batches, outer.ranks))
 
     def ordered(self, outer: Outer, micro_batches: int) -> float:
         """The same, and what the schedule's chains take."""

@@ -26,10 +26,11 @@ from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.layer_groups import folded, without_folds
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.bounds import Bounds
-from meshwright.search.pipeline.configurations import SEARCHED
+from meshwright.search.pipeline.configurations import SEARCHED, Outer
 from meshwright.search.pipeline.explain import explain_stages
 from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
 from meshwright.search.pipeline.stages import Staged, stages
+from meshwright.search.pipeline.uneven import Uneven
 from meshwright.search.planner import Planner, Request
 from meshwright.search.space.build import Ties
 from meshwright.search.techniques.layers import layers_of
@@ -169,6 +170,7 @@ def _best(
         world.layers,
         enough=enough,
         least=world.bounds.mean,
+        uneven=world.uneven_share,
         examples=min(batch_rows(world.folds.graph), default=TECHNIQUES.micro_batches),
         schedules=(techniques.schedule,) if techniques.schedule else tuple(SEARCHED),
         asked=techniques.pipeline if "pipeline" in techniques.given else 0,
@@ -248,6 +250,21 @@ class _World:
         if "micro_batches" not in asked.given:
             pieces = pieces_of(graph, self.factors, asked.interleave).values
         return Bounds(request.cluster, self.layers, pieces, least, self.planner)
+
+    def uneven_share(self, outer: Outer, micro_batches: int) -> float:
+        """Return about how much longer the slowest rank of a pipeline computes than the mean of them.
+
+        The many stages of an interleaved rank even each other out. A zero-bubble V has no idle time in which a rank
+        could wait for the slower of its two.
+        """
+        if outer.schedule.name == "interleaved":
+            return 1.0
+        parts = outer.stages if outer.schedule.name == "zero_bubble_v" else outer.ranks
+        return self._uneven.share(parts, self.request.cluster.ranks // outer.ranks * micro_batches)
+
+    @functools.cached_property
+    def _uneven(self) -> Uneven:
+        return Uneven(self.folds, self.bounds.least)
 
     def bounded(self, plan: Plan, alone: Plan | None, solves: int = STAGES.bound_solves) -> Plan:
         """The plan with how far from the least of all configurations it is; `alone`: the plan in one stage; `solves`:

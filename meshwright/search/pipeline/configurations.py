@@ -118,27 +118,37 @@ class FullModel:
     queued_seconds: float | None = None
 
 
-def busy_seconds(seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int) -> float:
-    """Seconds in which a rank of a pipeline computes, or waits for others, of those of a `FullModel`."""
+def busy_seconds(
+    seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int, uneven: float = 1.0
+) -> float:
+    """Seconds in which a rank of a pipeline computes, or waits for others, of those of a `FullModel`. `uneven`: those
+    of the slowest rank over the mean."""
     halves = queued_seconds is not None
     if halves and outer.schedule.name in ZERO_BUBBLE:
         seconds += micro_batches * queued_seconds
     idle = outer.schedule.idle_share(outer.ranks, micro_batches, halves)
-    return seconds / outer.ranks * (1 + idle)
+    return seconds / outer.ranks * (uneven + idle)
 
 
-def step_seconds(whole: FullModel, outer: Outer, micro_batches: int, cluster: Cluster) -> float:
-    """About the step of a model in equal stages."""
+def step_seconds(
+    whole: FullModel, outer: Outer, micro_batches: int, cluster: Cluster, uneven: float = 1.0
+) -> float:
+    """About the step of a model in stages."""
     message = outer.message_seconds(cluster, whole.sent_bytes)
-    return pipelined_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches, message)
+    return pipelined_seconds(whole.seconds, whole.queued_seconds, outer, micro_batches, message, uneven)
 
 
 def pipelined_seconds(
-    seconds: float, queued_seconds: float | None, outer: Outer, micro_batches: int, message: float
+    seconds: float,
+    queued_seconds: float | None,
+    outer: Outer,
+    micro_batches: int,
+    message: float,
+    uneven: float = 1.0,
 ) -> float:
     """The same from the seconds of a `FullModel` and those of a message."""
     around = 2 * (outer.stages - 1) * message  # the first micro-batch's way there and back
-    busy = busy_seconds(seconds, queued_seconds, outer, micro_batches)
+    busy = busy_seconds(seconds, queued_seconds, outer, micro_batches, uneven)
     waits = queued_seconds is not None
     return busy + around + _stalled_seconds(seconds, waits, outer, micro_batches, message)
 

@@ -62,13 +62,14 @@ class _Row:
     front: Front
     candidate: Candidate
     message: float
+    uneven: float
 
     def seconds(self, excess: float) -> float:
         """About the step, with so many seconds more for each micro-batch of a full model."""
         pieces = self.techniques.micro_batches
         queued = _queued(self.front, self.techniques)
         seconds = self.whole_seconds + excess * pieces
-        return pipelined_seconds(seconds, queued, self.outer, pieces, self.message)
+        return pipelined_seconds(seconds, queued, self.outer, pieces, self.message, self.uneven)
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -91,6 +92,7 @@ def stages(
     *,
     enough: float = math.inf,
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
+    uneven: Callable[[Outer, int], float] = lambda outer, micro_batches: 1.0,
     examples: int = TECHNIQUES.micro_batches,
     tries: int = STAGES.simulations,
     schedules: Sequence[str] = tuple(SEARCHED),
@@ -100,15 +102,16 @@ def stages(
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than;
-    `examples`: those of the batch; `asked`: how many stages, where there may not be any other number.
+    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than; `uneven`:
+    about how much longer its slowest rank computes than the mean; `examples`: those of the batch; `asked`: how many
+    stages, where there may not be any other number.
 
     `ended`, called with whether some fit, may end the search with those.
     """
     fitting: list[Staged] = []
     found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
     groups = _groups(cluster, found, examples, least)
-    _simulate(cluster, planner_of, groups, fitting, enough, least, tries, ended)
+    _simulate(cluster, planner_of, groups, fitting, enough, (least, uneven), tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)
 
 
@@ -118,7 +121,7 @@ def _simulate(
     groups: list[_Group],
     fitting: list[Staged],
     enough: float,
-    least: Callable[[Outer, int], float],
+    known_of: tuple[Callable[[Outer, int], float], Callable[[Outer, int], float]],
     tries: int,
     ended: Callable[[bool], bool],
 ) -> None:
@@ -139,7 +142,7 @@ def _simulate(
             break
         row = entries[number]
         if isinstance(row, _Group):  # its front is made when nothing else may be quicker
-            for one in row.rows(cluster, planner_of, enough, least):
+            for one in row.rows(cluster, planner_of, enough, *known_of):
                 later(one)
             continue
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
@@ -155,7 +158,7 @@ def _simulate(
             found = known.evaluated(row)
             if found is None:
                 continue
-            made = staged(row.front, row.candidate, found, row.outer, cluster)
+            made = staged(row.front, row.candidate, found, row.outer, cluster, row.uneven)
             known.saw(row, made)
             slower = 0 if made.seconds < best else slower + 1
         if made is None or made.peak_bytes > limit:
@@ -182,7 +185,7 @@ def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -
         row = min(near, key=lambda row: row.seconds(known.excess(row)), default=None)
         if row is None or (found := known.evaluated(row)) is None:
             continue
-        made = staged(row.front, row.candidate, found, row.outer, cluster)
+        made = staged(row.front, row.candidate, found, row.outer, cluster, row.uneven)
         if made.peak_bytes <= (row.front.planner.request.memory_bytes or math.inf):
             yield made
 
@@ -253,6 +256,7 @@ class _Group:
         planner_of: Callable[[Cluster], Planner],
         enough: float,
         least: Callable[[Outer, int], float],
+        uneven: Callable[[Outer, int], float],
     ) -> Iterator[_Row]:
         """Those with every choice and technique that may be quicker than `enough`."""
         first = self.outers[0][1]
@@ -274,7 +278,9 @@ class _Group:
                     whole = made.least_seconds(candidate, point.techniques)
                     message = outer.message_seconds(cluster, _sent(made, candidate) / pieces)
                     order = (sum(point.places), number)
-                    row = _Row(whole, order, outer, point.techniques, made, candidate, message)
+                    row = _Row(
+                        whole, order, outer, point.techniques, made, candidate, message, uneven(outer, pieces)
+                    )
                     if row.seconds(0.0) < enough:
                         yield row
 
@@ -302,7 +308,14 @@ def _groups(
     return groups
 
 
-def staged(made: Front, candidate: Candidate, found: SearchResult, outer: Outer, cluster: Cluster) -> Staged:
+def staged(
+    made: Front,
+    candidate: Candidate,
+    found: SearchResult,
+    outer: Outer,
+    cluster: Cluster,
+    uneven: float = 1.0,
+) -> Staged:
     """Convert a choice that was simulated for a full model into one for a pipeline."""
     whole = full_model_of(made, candidate, found.techniques)
     if found.evaluation is not None:
@@ -311,7 +324,7 @@ def staged(made: Front, candidate: Candidate, found: SearchResult, outer: Outer,
     peak = peak_bytes(whole, outer, pieces)
     if found.evaluation is not None and found.evaluation.at:
         peak = simulated_peak_bytes(found.evaluation, whole, outer, pieces)
-    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster), peak)
+    return Staged(outer, found, step_seconds(whole, outer, pieces, cluster, uneven), peak)
 
 
 def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> FullModel:
