@@ -6,6 +6,7 @@
 #   make lint    format, lint, types, layers, private imports
 #   make gpu     what a CUDA device shows, with an installed torch and no network: build/gpu/gpu.md and gpu.json
 #   make docs    the documentation site, into site/
+#   make k8s-test  the operator on a real API server, which is built once from Debian's sources
 #   make bench   the benchmarks; make zoo: Hugging Face architectures; make clean: remove .venv and caches
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ READY   = .venv/.installed
 DOCS    = build/docs-venv
 JOBS   ?= 2
 
-.PHONY: demo test test-rest test-all lint format bench gpu zoo docs clean
+.PHONY: demo test test-rest test-all k8s-test lint format bench gpu zoo docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -36,6 +37,12 @@ test-rest: $(READY)
 	$(call PASSES,full)
 
 test-all: test test-rest
+
+# Some fifteen minutes the first time: the control plane goes into ~/.cache/meshwright/k8s.
+k8s-test: $(READY)
+	tools/build_kubernetes.sh
+	$(BIN)/python -m pytest -m slow tests/k8s $(ARGS)
+	cat build/k8s.json
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

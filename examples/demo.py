@@ -205,7 +205,7 @@ def train(
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}"),
     )
-    with Progress(*columns, console=console, disable=not shown) as bar:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=steps, completed=step.steps, now="")
         began, first = time.perf_counter(), step.steps
         for number in range(first, steps):
@@ -213,6 +213,8 @@ def train(
             losses.append(step(next(stream)).item())
             speed = (number + 1 - first) * BATCH * CONFIG.sequence / (time.perf_counter() - began)
             bar.update(task, advance=1, now=f"loss {losses[-1]:.3f}   {speed:,.0f} tokens/s")
+            if shown and not console.is_terminal:  # a log has no bar
+                print(f"  step {number + 1} loss {losses[-1]:.3f}", flush=True)
             if autosave:
                 autosave()
     if autosave:

@@ -94,6 +94,8 @@ def main() -> None:
         batch = {name: value.tensor_split(workers)[rank] for name, value in next(stream).items()}
         last = step(batch).item()
         first = first if number else last
+        if rank == 0 and (number + 1) % 10 == 0:
+            print(f"step {number + 1} loss {last:.3f}", flush=True)
     after = quality(net.eval(), 10_000)
     if rank == 0:
         print(

@@ -79,6 +79,7 @@ def operator(
         from meshwright.k8s.operator import run
     except ModuleNotFoundError as error:
         raise LaunchError(f"the operator needs {error.name}", hint='pip install "meshwright[k8s]"') from None
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for every event
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(tuple(namespace or ()), liveness)
 

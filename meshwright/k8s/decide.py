@@ -107,7 +107,8 @@ def decide(job: Job, pods: Sequence[Pod], lost: Mapping[str, float], now: float)
             _new_round(status, ""), state="Suspended", start_time="", ready=f"0/{spec.workers.replicas}"
         )
         status = _with(status, now, Suspended=("True", "Suspended", ""), Running=("False", "Suspended", ""))
-        return Decision(replace(status, workers=0), _deleted(pods, lost, spec, now))
+        gone = {pod.uid for pod in pods if _gone(pod, lost, spec, now)}
+        return Decision(replace(status, workers=0), tuple(_stopped(pods, gone)))
     revision = _revision(spec)
     if status.revision != revision:
         status = _new_round(status, revision)
@@ -127,7 +128,7 @@ def _in_round(
     job: Job, spec: r.Spec, status: r.Status, pods: Sequence[Pod], lost: Mapping[str, float], now: float
 ) -> Decision:
     own = [pod for pod in pods if pod.round == status.round]
-    gone = {pod.uid for pod in own if _gone(pod, lost, spec, now)}
+    gone = {pod.uid for pod in pods if _gone(pod, lost, spec, now)}
     scheduler = next((pod for pod in own if pod.role == r.SCHEDULER.lower()), None)
     workers = {pod.index: pod for pod in own if pod.role == r.WORKER.lower()}
     status = _counted(status, spec, scheduler, workers, gone, now)
@@ -154,10 +155,9 @@ def _in_round(
 
     ended = {pod.uid for pod in failed}
     actions: list[Action] = [
-        Delete(pod.name, pod.uid, pod.uid in gone or _gone(pod, lost, spec, now))
-        for pod in pods
-        if pod.uid in ended or _gone(pod, lost, spec, now) or (not pod.deleting and pod.round != status.round)
+        Delete(pod.name, pod.uid, pod.uid in gone) for pod in own if pod.uid in ended | gone
     ]
+    actions += _stopped([pod for pod in pods if pod.round != status.round], gone)
     removed = {a.uid for a in actions if isinstance(a, Delete) and (a.now or a.uid in ended)}
     taken = {pod.name for pod in pods if pod.uid not in removed}
     retry = time_of(status.retry_at)
@@ -280,12 +280,8 @@ def _after_the_end(spec: r.Spec, status: r.Status, pods: Sequence[Pod], now: flo
     over = time_of(status.completion_time) + ttl if ttl is not None else None
     if over is not None and now >= over:
         return Decision(status, (DeleteJob(),))
-    extra = [
-        pod
-        for pod in pods
-        if not pod.deleting and (policy == "All" or (policy == "Running" and pod.phase not in DONE))
-    ]
-    return Decision(status, tuple(Delete(pod.name, pod.uid) for pod in extra), over)
+    extra = [pod for pod in pods if policy == "All" or (policy == "Running" and pod.phase not in DONE)]
+    return Decision(status, tuple(_stopped(extra, set())), over)
 
 
 def _new_round(status: r.Status, revision: str) -> r.Status:
@@ -307,9 +303,15 @@ def _gone(pod: Pod, lost: Mapping[str, float], spec: r.Spec, now: float) -> bool
     return pod.phase not in DONE and pod.node in lost and now - lost[pod.node] >= spec.node_loss_seconds
 
 
-def _deleted(pods: Sequence[Pod], lost: Mapping[str, float], spec: r.Spec, now: float) -> tuple[Action, ...]:
-    every = [(pod, _gone(pod, lost, spec, now)) for pod in pods]
-    return tuple(Delete(pod.name, pod.uid, gone) for pod, gone in every if gone or not pod.deleting)
+def _stopped(pods: Sequence[Pod], gone: set[str]) -> list[Action]:
+    """End pods: the scheduler after the workers, which need it to agree on their last checkpoint."""
+    last = r.SCHEDULER.lower()
+    left = any(pod.role != last and pod.phase not in DONE and pod.uid not in gone for pod in pods)
+    return [
+        Delete(pod.name, pod.uid, pod.uid in gone)
+        for pod in pods
+        if pod.uid in gone or not (pod.deleting or (left and pod.role == last))
+    ]
 
 
 def _again(

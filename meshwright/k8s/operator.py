@@ -30,7 +30,7 @@ from meshwright.k8s import resource as r
 from meshwright.k8s.api import Api, Refused, connect
 
 PROGRESS_SECONDS = 5.0
-LOG_LINES = 20
+LOG_LINES = 200
 RETRY_SECONDS = (0.1, 1.0, 5.0, 15.0)  # after an error
 TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")  # replaced about hourly
 log = logging.getLogger("meshwright.k8s")

@@ -56,6 +56,7 @@ class Member:
         self._attempt = 0
         self._state = m.State(0)
         self._heard_at = 0.0
+        self._unreachable = False  # the scheduler, when this machine was stopped
         self._news = threading.Condition()
 
     # ---- beginning and end
@@ -70,8 +71,9 @@ class Member:
     def __exit__(self, *_: object) -> None:
         self._attempt = -1  # ends the thread that watches
         self._close_tunnel()
-        with contextlib.suppress(LaunchError):
-            self._client.ask(m.Leave(self._node.id), m.Done)
+        if not self._unreachable:
+            with contextlib.suppress(LaunchError):
+                self._client.ask(m.Leave(self._node.id), m.Done)
         self._client.close()
         if self._scheduler is not None:
             with contextlib.suppress(
@@ -170,7 +172,8 @@ class Member:
         """Tell the others that the job, or this machine alone, has been asked to stop."""
         final = not self._nodes.stops_alone
         text = "stopped by a signal"
-        self._report(m.Report(self._node.id, self._attempt, status, text, m.OWN, final), TURN_SECONDS)
+        report = m.Report(self._node.id, self._attempt, status, text, m.OWN, final)
+        self._unreachable = not self._report(report, TURN_SECONDS)
 
     def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
         """How the attempt has ended for all machines, and whether the job begins again."""
@@ -178,8 +181,13 @@ class Member:
         blame = m.TOLD if told else m.PEER if outcome.peer_lost else m.OWN
         status = 143 if told else outcome.exit_code
         text = str(outcome.failure or "")
-        if not self._report(m.Report(self._node.id, self._attempt, status, text, blame), REPORT_SECONDS):
-            return outcome, False
+        report, began = m.Report(self._node.id, self._attempt, status, text, blame), time.monotonic()
+        while not self._report(report, TURN_SECONDS):
+            if self._heard():
+                self._unreachable = True
+                raise Stopped
+            if time.monotonic() - began > REPORT_SECONDS:
+                return outcome, False
         self._heard_at = time.monotonic()
         with self._news:
             while not (self._state.settled or self._state.attempt > self._attempt):
