@@ -40,6 +40,7 @@ def main(folder: Path, steps: int, replicas: bool = False) -> None:
         batch,
         loss=loss,
         mesh=int(os.environ["WORLD_SIZE"]),
+        cache=folder / "captures",
         exact_random=True,  # those of one device, for every number of ranks
         **how,
     )
