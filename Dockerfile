@@ -1,12 +1,12 @@
-# The image of the operator and of jobs that need no GPU. For GPUs, let jobs use an image with CUDA's torch, and install
-# Meshwright there in the same way.
+# The image of the operator and of jobs. torch comes with CUDA; for a smaller image name an index that has it without:
+# docker build --build-arg PIP_EXTRA_INDEX_URL=… .
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY meshwright meshwright
+ARG PIP_EXTRA_INDEX_URL
 RUN python -m venv /opt/meshwright \
- && /opt/meshwright/bin/pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu \
-        "torch==2.13.0+cpu" ".[k8s]"
+ && /opt/meshwright/bin/pip install --no-cache-dir -c constraints.txt torch==2.13.0 ".[k8s]"
 
 FROM python:3.12-slim
 # openssl: the scheduler makes a certificate for each job
