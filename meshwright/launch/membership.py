@@ -26,6 +26,7 @@ from meshwright.scheduler.tunnel import Tunnel
 
 WATCH_SECONDS = 5.0
 REPORT_SECONDS = 60.0  # for a scheduler that is away when an attempt has ended
+NOTHING = m.State(-1)  # was heard of an attempt
 START_SECONDS = 60.0  # for the scheduler's process to listen
 
 
@@ -54,7 +55,7 @@ class Member:
         self._scheduler: subprocess.Popen[bytes] | None = None
         self._tunnel: Tunnel | None = None
         self._attempt = 0
-        self._state = m.State(0)
+        self._state = NOTHING
         self._heard_at = 0.0
         self._unreachable = False  # the scheduler, when this machine was stopped
         self._news = threading.Condition()
@@ -126,7 +127,7 @@ class Member:
 
     def _formed(self, formed: m.Formed) -> Span:
         order, own = formed.nodes, [node.id for node in formed.nodes].index(self._node.id)
-        self._attempt, self._state = formed.attempt, m.State(0)
+        self._attempt, self._state = formed.attempt, NOTHING
         self._close_tunnel()
         self._tunnel = Tunnel(self._place, formed.attempt).__enter__()
         self._place.write(self._records / FILE)
@@ -162,7 +163,7 @@ class Member:
     def over(self) -> bool:
         """Return whether another machine has ended the attempt."""
         state = self._state
-        return bool(state.seen) and (state.over or state.attempt != self._attempt)
+        return state.seen > 0 and (state.over or state.attempt != self._attempt)
 
     def grows(self) -> bool:
         """Return whether the attempt has ended for another machine to take part: its ranks have time to save."""
@@ -215,7 +216,7 @@ class Member:
     def _alone(self) -> bool:
         """Return whether the end of the others stays unknown: the scheduler is gone, or has lost its state."""
         ended = self._scheduler is not None and self._scheduler.poll() is not None
-        forgot = self._state.seen > 0 and self._state.attempt < self._attempt
+        forgot = self._state is not NOTHING and self._state.attempt < self._attempt
         return ended or forgot or time.monotonic() - self._heard_at > REPORT_SECONDS
 
     def _report(self, report: m.Report, patience: float) -> bool:
