@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import LaunchError
+from meshwright.scheduler.link import at
 from meshwright.scheduler.trust import find_secret
 
 PORT = 8118  # of the scheduler, where none is named: that of the reference system
@@ -46,7 +47,7 @@ class Nodes:
 
     @property
     def master(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return at(self.host, self.port)
 
 
 def master(text: str, option: str = "--master") -> tuple[str, int]:
