@@ -7,7 +7,7 @@ files, names, shapes, dtypes, and the checksum of every part that a rank reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -37,6 +37,7 @@ from meshwright.redistribute.boxes import held_boxes
 from meshwright.runtime.step import LocalStep
 
 T = TypeVar("T")
+P = TypeVar("P", str, Path)
 Told = Callable[[str], None]
 
 
@@ -117,13 +118,19 @@ def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> 
     found = json.loads(from_first(step, json.dumps(there)))
     for sentence in passed_over(path, Path(found[0]) if found else path) if first else ():
         told(sentence)
-    for number, place in enumerate(found):
+    return newest_sound(found, lambda place: load(step, place, **options), told if first else None)
+
+
+def newest_sound(places: Sequence[P], read: Callable[[P], Loaded], told: Told | None) -> Loaded | None:
+    """The first of some checkpoints that is not damaged; None where there are none. `told`: hears of each damaged one.
+    Raises DamagedError where all are."""
+    for number, place in enumerate(places):
         try:
-            return load(step, place, **options)
+            return read(place)
         except DamagedError as error:
-            if number + 1 == len(found):
+            if number + 1 == len(places):
                 raise
-            if first:
+            if told is not None:
                 told(f"{place} is damaged ({error.what}): the one before is taken")
     return None
 
@@ -252,4 +259,4 @@ def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     return found if mine < index.world or "torch" not in found else begun_anew(found, mine)
 
 
-__all__ = ["Loaded", "load", "random_of", "resume"]
+__all__ = ["Loaded", "load", "newest_sound", "random_of", "resume"]

@@ -12,13 +12,13 @@ import torch
 from meshwright.checkpoint.fill import read_box
 from meshwright.checkpoint.folder import as_path, in_turn
 from meshwright.checkpoint.index import MODEL, STATE, Index
-from meshwright.checkpoint.load import Loaded
+from meshwright.checkpoint.load import Loaded, newest_sound
 from meshwright.checkpoint.match import as_named_here, check_model, saved_name
 from meshwright.checkpoint.of_servers import ServerState, box_of
 from meshwright.checkpoint.sources import open_checkpoint, resolved
 from meshwright.checkpoint.step_state import set_options
 from meshwright.checkpoint.user_data import from_plain, give_back
-from meshwright.errors import CheckpointError, DamagedError, ServerError
+from meshwright.errors import CheckpointError, ServerError
 from meshwright.redistribute.boxes import Box, full_box
 from meshwright.servers import messages as m
 from meshwright.servers.shards import Parameter
@@ -49,14 +49,9 @@ def resume(state: ServerState, path: str | Path, *, data: Any, told: Told) -> Lo
     if state.worker.number:
         there = _chosen(state)
         return None if there is None else _load(state, there, data, True)
-    found = in_turn(as_path(path))
-    for number, place in enumerate(found):
-        try:
-            return _load(state, place, data, True)
-        except DamagedError as error:
-            if number + 1 == len(found):
-                raise
-            told(f"{place} is damaged ({error.what}): the one before is taken")
+    places = in_turn(as_path(path))
+    if found := newest_sound(places, lambda place: _load(state, place, data, True), told):
+        return found
     _begin(state.worker, 0, "")
     return None
 
@@ -84,7 +79,8 @@ def _load(state: ServerState, path: Path, data: Any, optimizer: bool) -> Loaded:
         )
     found = from_plain(index.data)
     give_back(found, data, only_look=True)
-    mine = set(state.own) if state.worker.number else {entry.target for entry in state.kept_inputs}
+    targets = state.own if state.worker.number else [entry.target for entry in state.kept_inputs]
+    mine = {saved_name(index, state, target) for target in targets}  # a tied one may have another name there
     for name, entry in index.tensors.items():
         if _parameter_of(name) in mine:
             for part in entry.parts:

@@ -71,9 +71,8 @@ def save(
         failed.callback(thaw)
         frozen, written = worker.freeze(), _Written()
         servers = tuple(frozen)
-        blocks_of = {server: worker.map.blocks_of(server) for server in frozen}
         for server, answer in frozen.items():
-            for name, blocks in blocks_of[server].items():
+            for name, blocks in worker.map.blocks_of(server).items():
                 taken = _Taken(transport, worker.model, server, name)
                 _add_blocks(written, state, taken, blocks, answer.states[name])
         for name, tensor in state.tensors.items():
