@@ -58,6 +58,7 @@ class Kubelet:
         self.name, self.folder, self.api, self.session, self.server = name, folder, api, session, server
         self.pods: dict[str, Running] = {}
         self.number = 0
+        self.stopping: set[asyncio.Task[None]] = set()
 
     # ---- the node
 
@@ -136,7 +137,9 @@ class Kubelet:
         if pod is not None:
             pod.object = object
         if "deletionTimestamp" in object["metadata"] and (pod is None or not pod.stopping):
-            asyncio.create_task(self.stop(object, pod))  # noqa: RUF006
+            stopping = asyncio.create_task(self.stop(object, pod))
+            self.stopping.add(stopping)  # else the collector may take it
+            stopping.add_done_callback(self.stopping.discard)
 
     def vanished(self, uid: str) -> None:
         """A pod was deleted by force: nothing of it may stay."""
