@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 # What back ends say on a rank that did nothing wrong when another one has gone away.
 PEER_LOST = re.compile(
@@ -79,14 +81,22 @@ class PlanError(MeshwrightError):
 class DoesNotFit(PlanError):
     """No plan of the search is within the memory limit.
 
-    `parts`: numbers of micro-batches with which a plan might fit, by estimates only.
+    `parts`: numbers of micro-batches with which a plan might fit, by estimates only. `changes`: each that the hint
+    names, as options: techniques, ``optimizer_states``, or the ``memory`` that is enough.
     """
 
     def __init__(
-        self, what: str, *, why: str = "", where: str = "", hint: str = "", parts: tuple[int, ...] = ()
+        self,
+        what: str,
+        *,
+        why: str = "",
+        where: str = "",
+        hint: str = "",
+        parts: tuple[int, ...] = (),
+        changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         super().__init__(what, why=why, where=where, hint=hint)
-        self.parts = parts
+        self.parts, self.changes = parts, changes
 
 
 class BatchError(MeshwrightError):

@@ -94,10 +94,15 @@ def show_bytes(count: float) -> str:
 
 def enough_bytes(count: float) -> str:
     """The same rounded up: whoever writes it as a limit has so many bytes or more."""
+    return show_bytes(rounded_up(count))
+
+
+def rounded_up(count: float) -> int:
+    """The bytes that `enough_bytes` shows."""
     for power in (0, 3, 6, 9, 12):
         unit = 10**power
         digit = unit if power == 0 or count > 99 * unit else unit // 10
         up = math.ceil(count / digit) * digit
         if up <= 999 * unit or power == 12:
             break
-    return show_bytes(up)
+    return up

@@ -266,6 +266,9 @@ class StagesBudget:
     splits: int = 4
     # Of the room: stages whose sums are below it fit without a look at their program.
     far_below: float = 0.5
+    # Limits that are planned with before a refusal names one, and by how much each is larger than the last at least.
+    limits: int = 6
+    limit_step: float = 0.03
 
 
 SOLVE = SolveBudget()

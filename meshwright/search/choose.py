@@ -15,6 +15,7 @@ from meshwright.search.pipeline.choose import (
     with_stages,
 )
 from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_meshes
+from meshwright.search.pipeline.refused import or_what_fits
 from meshwright.search.wanted import Wanted, mesh_from
 
 
@@ -33,13 +34,18 @@ def choose(wanted: Wanted) -> Plan:
 def _chosen(wanted: Wanted) -> Plan:
     techniques = wanted.techniques
     if isinstance(wanted.mesh, list | tuple):
-        return plan_on_own_meshes(wanted, wanted.mesh)
+        return or_what_fits(wanted, _on_own_meshes)
     if techniques.pipeline > 1:
-        return beside_stages(wanted) if _is_open(wanted) else plan_in_stages(wanted)
+        return or_what_fits(wanted, beside_stages if _is_open(wanted) else plan_in_stages)
     check_alone(techniques)
     if wanted.mesh is not None:
         check_axis(mesh_from(wanted.mesh), techniques)
     return with_stages(wanted) if _is_open(wanted) else plan_in_one_stage(wanted)
+
+
+def _on_own_meshes(wanted: Wanted) -> Plan:
+    assert isinstance(wanted.mesh, list | tuple)
+    return plan_on_own_meshes(wanted, wanted.mesh)
 
 
 def _is_open(wanted: Wanted) -> bool:

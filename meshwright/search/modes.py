@@ -262,7 +262,8 @@ def within_limit(plan: Plan, request: Request) -> Plan:
             raise DoesNotFit(
                 f"the plan does not fit into {show_bytes(limit)} per rank",
                 why=f"{show_bytes(peak)} at {plan.claims.get('peak_where', 'its peak')}; {searches}",
-                hint="; or ".join([*less, *other, f"{enough_bytes(peak)} per rank", NO_LIMIT]),
+                hint="; or ".join([*less, *other, enough := f"{enough_bytes(peak)} per rank", NO_LIMIT]),
+                changes={enough: {"memory": peak}},
             )
         notes.append(f"does not fit: {show_bytes(peak)} on a rank, of {show_bytes(limit)}; {searches}")
         notes += less

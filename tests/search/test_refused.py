@@ -12,8 +12,9 @@ import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
 from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import LayoutError, PlanError, StrategyError
+from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError
 from meshwright.plan.plan import Plan
+from meshwright.redistribute.steps import rounded_up
 from meshwright.request import request_for
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
@@ -118,7 +119,9 @@ def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_eleme
                 assert (blocks <= sizes).all(), sheet.kind.codes.node.name
 
 
-def in_two_stages(memory_bytes: float, **more: Any) -> Plan:
+def in_two_stages(
+    memory_bytes: float, mode: str = "recursive_programming", states: int = 2, **more: Any
+) -> Plan:
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8))
     )
@@ -126,15 +129,32 @@ def in_two_stages(memory_bytes: float, **more: Any) -> Plan:
         model, {"x": torch.randn(8192, 64)}, lambda model, batch: model(batch["x"]).square().mean()
     )
     asked = techniques_from({"pipeline": 2, **more})
-    request = request_for(Cluster.local(4), memory_bytes)
-    return plan_captured(captured, None, "recursive_programming", None, request, asked)
+    request = request_for(Cluster.local(4), memory_bytes, states)
+    return plan_captured(captured, None, mode, None, request, asked)
 
 
-def test_stages_without_memory_for_a_whole_batch_are_told_how_many_micro_batches_to_take() -> None:
-    limit = 6e6
-    with pytest.raises(PlanError, match=r"that fit: micro_batches=4; or 7\.0 MB per rank or more"):
-        in_two_stages(limit)
-    assert in_two_stages(limit, micro_batches=4).claims["peak_bytes"] <= limit
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    [
+        ("recursive_programming", 6e6),
+        ("recursive_programming", 0.5e6),
+        pytest.param("auto", 0.5e6, marks=pytest.mark.full),
+    ],
+)
+def test_all_that_a_refusal_of_stages_names_is_planned_with_it(mode: str, limit: float) -> None:
+    with pytest.raises(DoesNotFit, match="the smallest single changes that fit") as caught:
+        in_two_stages(limit, mode)
+    changes = caught.value.changes
+    assert changes and list(changes)[-1].endswith("B per rank")
+    if limit == 6e6:
+        assert "micro_batches=4" in changes
+    for text, change in changes.items():
+        assert text in caught.value.hint
+        most = float(change.get("memory", limit))
+        techniques = {k: v for k, v in change.items() if k not in ("memory", "optimizer_states")}
+        states = change.get("optimizer_states", 2)
+        found = in_two_stages(rounded_up(most), mode, states, **techniques)
+        assert found.claims["peak_bytes"] <= rounded_up(most), text
 
 
 def test_a_plan_in_stages_that_does_not_fit_says_what_takes_less() -> None:

@@ -384,7 +384,7 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: SearchResu
         except PlanError:  # more micro-batches than a rank has examples
             continue
         why = f"with {point.techniques}: {error.why}"
-        return DoesNotFit(error.what, why=why, hint=error.hint, parts=error.parts)
+        return DoesNotFit(error.what, why=why, hint=error.hint, parts=error.parts, changes=error.changes)
     return too_large(planner, nearest)
 
 

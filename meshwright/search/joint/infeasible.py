@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS
 
 Fits = Callable[[Planner], bool]
+Change = tuple[str, dict[str, Any]]  # as a user reads it, and as options
 
 
 def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits = any_fits) -> DoesNotFit:
@@ -42,8 +43,8 @@ def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits 
     known = least_bytes_of(planner)
     fixed = wanted - limit  # what no choice changes
     peak = planner.peak_bytes(known) if known is not None else max(least) + fixed
-    changes = [*_states(planner, fits), *_micro_batches(planner, fits), *_techniques(planner, fits)]
-    changes.append(f"{enough_bytes(peak / places)} per rank{' or more' * (places > 1)}")
+    changes = dict([*_states(planner, fits), *_micro_batches(planner, fits), *_techniques(planner, fits)])
+    changes[f"{enough_bytes(peak / places)} per rank{' or more' * (places > 1)}"] = {"memory": peak / places}
     together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
     if least[worst] > limit:
         why = (
@@ -59,21 +60,28 @@ def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits 
     return DoesNotFit(
         what,
         why=why,
-        hint="the smallest single changes that fit: " + "; or ".join(changes),
+        hint=hint_of(changes),
         parts=tuple(_parts(planner, space, memory, limit, peak - fixed - max(least))),
+        changes=changes,
     )
 
 
-def _states(planner: Planner, fits: Fits) -> Iterator[str]:
+def hint_of(changes: Iterable[str]) -> str:
+    """The hint that names changes, of which each alone fits."""
+    return "the smallest single changes that fit: " + "; or ".join(changes)
+
+
+def _states(planner: Planner, fits: Fits) -> Iterator[Change]:
     """An optimizer that keeps less: the largest one that fits."""
     for fewer in reversed(range(planner.request.optimizer_states)):
         if fits(planner.with_request(replace(planner.request, optimizer_states=fewer))):
             s = "s" if fewer != 1 else ""
-            yield f"an optimizer with {fewer or 'no'} state{s} per parameter (optimizer_states={fewer})"
+            text = f"an optimizer with {fewer or 'no'} state{s} per parameter (optimizer_states={fewer})"
+            yield text, {"optimizer_states": fewer}
             return
 
 
-def _micro_batches(planner: Planner, fits: Fits) -> Iterator[str]:
+def _micro_batches(planner: Planner, fits: Fits) -> Iterator[Change]:
     """The fewest micro-batches that fit, where they are exact and not asked for."""
     asked = planner.techniques
     if planner.request.places > 1:
@@ -83,13 +91,13 @@ def _micro_batches(planner: Planner, fits: Fits) -> Iterator[str]:
     for pieces in micro_batches_of(planner, asked.interleave).values[1:]:
         try:
             if fits(planner.under(replace(asked, micro_batches=pieces))):
-                yield f"micro_batches={pieces}"
+                yield f"micro_batches={pieces}", {"micro_batches": pieces}
                 return
         except PlanError:  # more than a rank has examples
             return
 
 
-def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
+def _in_flight(planner: Planner, fits: Fits) -> Iterator[Change]:
     """As many micro-batches as keep the ranks of a pipeline busy, of which a rank has up to one for each of them in
     flight; with recompute where that alone does not fit."""
     asked, places = planner.techniques, planner.request.places
@@ -100,13 +108,13 @@ def _in_flight(planner: Planner, fits: Fits) -> Iterator[str]:
     for change in ({}, more) if not asked.recompute else ({},):
         try:
             if fits(several.under(replace(asked, micro_batches=2 * places, **change))):
-                yield ", ".join([f"micro_batches={2 * places}", *(f"{k}={v!r}" for k, v in change.items())])
+                yield _written({"micro_batches": 2 * places, **change})
                 return
         except (LayoutError, PlanError):  # more than a rank has examples
             continue
 
 
-def _techniques(planner: Planner, fits: Fits) -> Iterator[str]:
+def _techniques(planner: Planner, fits: Fits) -> Iterator[Change]:
     """Those of which one alone, beside what is asked, lets a plan fit."""
     asked = planner.techniques
     single: list[dict[str, Any]] = [{"recompute": "full"}] if not asked.recompute else []
@@ -116,9 +124,13 @@ def _techniques(planner: Planner, fits: Fits) -> Iterator[str]:
     for change in single:
         try:
             if fits(planner.under(replace(asked, **change))):
-                yield ", ".join(f"{name}={value!r}" for name, value in change.items())
+                yield _written(change)
         except PlanError:
             continue
+
+
+def _written(change: dict[str, Any]) -> Change:
+    return ", ".join(f"{name}={value!r}" for name, value in change.items()), change
 
 
 def _parts(planner: Planner, space: Space, memory: Memory, limit: float, beyond: float) -> Iterator[int]:
@@ -148,4 +160,4 @@ def _smaller_batch(space: Space, memory: Memory, parts: int) -> Memory:
     return Memory(tuple(a if v in owned else a / parts for v, a in enumerate(memory.amounts)))
 
 
-__all__ = ["Fits", "rows_of_batch", "too_large"]
+__all__ = ["Fits", "hint_of", "rows_of_batch", "too_large"]
