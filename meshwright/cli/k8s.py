@@ -24,14 +24,22 @@ def manifest(
     ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of each pod.")] = 1,
     gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of each pod.")] = 0,
     controller: Annotated[
-        str, typer.Option("--for", metavar="CONTROLLER", help="meshwright, jobset, trainjob or pytorchjob.")
+        str,
+        typer.Option(
+            "--for", metavar="CONTROLLER", help="meshwright, jobset, trainjob, pytorchjob or rayjob."
+        ),
     ] = "meshwright",
+    queue: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="With --for: a queue of Kueue, which starts all pods or none."),
+    ] = "",
 ) -> None:
     """Print a manifest that runs a script: meshwright k8s manifest … train.py | kubectl apply -f -."""
     from meshwright.k8s.manifests import Asked, manifest
     from meshwright.k8s.schema import as_yaml
 
-    print(as_yaml(manifest(Asked(name, image, tuple(command), workers, ranks, gpus), controller)), end="")
+    asked = Asked(name, image, tuple(command), workers, ranks, gpus, queue)
+    print(as_yaml(manifest(asked, controller)), end="")
     if controller == "jobset":
         print(
             f"before it: kubectl create secret generic {name} --from-literal=secret=$(openssl rand -hex 32)",

@@ -78,9 +78,10 @@ class Api:
 
     async def create(self, object: Object) -> None:
         """Make an object; one of its name that is there already stays."""
-        plural = {"Pod": "pods", "Service": "services", "Secret": "secrets"}[object["kind"]]
+        version, plural = object["apiVersion"], object["kind"].lower() + "s"
+        root = f"/apis/{version}" if "/" in version else f"/api/{version}"
         try:
-            await self.ask("POST", f"/api/v1/namespaces/{object['metadata']['namespace']}/{plural}", object)
+            await self.ask("POST", f"{root}/namespaces/{object['metadata']['namespace']}/{plural}", object)
         except Refused as error:
             if error.status != 409:
                 raise

@@ -57,7 +57,9 @@ class Pod(r.Record, frozen=True, kw_only=True):
 
 
 class CreateShared(r.Record, frozen=True):
-    """The secret and the service."""
+    """The secret and the service, and the group of a round's workers."""
+
+    round: int
 
 
 class CreateScheduler(r.Record, frozen=True):
@@ -173,7 +175,7 @@ def _created(
     name = job.owner.name
     if scheduler is None:
         free = p.scheduler_name(name) not in taken
-        return [CreateShared(), CreateScheduler(status.round)] if free else []
+        return [CreateShared(status.round), CreateScheduler(status.round)] if free else []
     if not scheduler.address or scheduler.phase in DONE:
         return []
     return [

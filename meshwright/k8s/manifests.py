@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`command`: the script and its words. `gpus`: of each pod."""
+    """`command`: the script and its words. `gpus`: of each pod. `queue`: of Kueue, if any."""
 
     name: str
     image: str
@@ -23,6 +24,7 @@ class Asked:
     workers: int
     ranks: int = 1
     gpus: int = 0
+    queue: str = ""
 
     @property
     def resources(self) -> Object:
@@ -93,11 +95,41 @@ def pytorch_job(asked: Asked) -> Object:
     return _object("kubeflow.org/v1", "PyTorchJob", asked, spec)
 
 
+def ray_job(asked: Asked) -> Object:
+    """A RayJob of KubeRay, whose entry point starts `meshwright run` in each worker. The image needs Ray as well."""
+    command = ["python", "-m", "meshwright.launch.on_ray", "--nnodes", str(asked.workers)]
+    command += ["--nproc", str(asked.ranks), *(["--gpus", str(asked.gpus)] if asked.gpus else [])]
+    container = {"image": asked.image, "imagePullPolicy": "IfNotPresent"}
+    worker = {"name": "ray-worker", **container, **asked.resources}
+    spec = {
+        "entrypoint": shlex.join([*command, *asked.command]),
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": {
+            "headGroupSpec": {
+                "rayStartParams": {"num-cpus": "0"},  # it runs the entry point, and no rank
+                "template": {"spec": {"containers": [{"name": "ray-head", **container}]}},
+            },
+            "workerGroupSpecs": [
+                {
+                    "groupName": "worker",
+                    "replicas": asked.workers,
+                    "minReplicas": asked.workers,
+                    "maxReplicas": asked.workers,
+                    "rayStartParams": {},
+                    "template": {"spec": {"containers": [worker]}},
+                }
+            ],
+        },
+    }
+    return _object("ray.io/v1", "RayJob", asked, spec)
+
+
 CONTROLLERS = {
     "meshwright": parallel_job,
     "jobset": job_set,
     "trainjob": train_job,
     "pytorchjob": pytorch_job,
+    "rayjob": ray_job,
 }
 
 
@@ -112,12 +144,19 @@ def manifest(asked: Asked, controller: str = "meshwright") -> Object:
     r.check_name(asked.name)
     if asked.gpus < 0:
         raise LaunchError(f"--gpus is {asked.gpus}", why="it is at least 0")
+    if asked.queue and controller == "meshwright":
+        raise LaunchError(
+            "--queue is given for our own resource",
+            why="Kueue does not know it",
+            hint="--for jobset, or workers.gang with another scheduler",
+        )
     r.read_spec(parallel_job(asked)["spec"])  # the limits are the same for all of them
     return CONTROLLERS[controller](asked)
 
 
 def _object(version: str, kind: str, asked: Asked, spec: Object) -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": asked.name}, "spec": spec}
+    labels = {"labels": {"kueue.x-k8s.io/queue-name": asked.queue}} if asked.queue else {}
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": asked.name, **labels}, "spec": spec}
 
 
 __all__ = ["CONTROLLERS", "Asked", "manifest"]

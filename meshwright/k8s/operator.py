@@ -127,9 +127,9 @@ class Operator:
             match action:
                 case d.DeleteJob():
                     await self.api.delete_job(owner.namespace, owner.name, owner.uid)
-                case d.CreateShared():
-                    await self.api.create(p.secret(owner, secrets.token_urlsafe(32)))
-                    await self.api.create(p.service(owner))
+                case d.CreateShared() if spec is not None:
+                    for shared in p.shared(owner, spec, action.round, secrets.token_urlsafe(32)):
+                        await self.api.create(shared)
                 case d.CreateScheduler() if spec is not None:
                     made.append(p.scheduler(owner, spec, action.round))
                 case d.CreateWorker() if spec is not None:

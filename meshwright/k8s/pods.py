@@ -1,4 +1,7 @@
-"""The objects that a job consists of: a secret, a service, the scheduler's pod, and one pod for each worker."""
+"""The objects that a job consists of: a secret, a service, the scheduler's pod, and one pod for each worker.
+
+Workers that have to start together are a PodGroup of scheduler-plugins.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from meshwright.k8s import resource as r
 JOB, ROLE, INDEX, ROUND = (f"{r.GROUP}/{name}" for name in ("job", "role", "index", "round"))
 STATE = "/var/lib/meshwright"  # in the scheduler's pod: it outlives the container, not the pod
 STOP_SECONDS = 25  # of the 30 that a pod has to end: long enough to save a checkpoint at a step border
+POD_GROUPS, POD_GROUP = "scheduling.x-k8s.io/v1alpha1", "scheduling.x-k8s.io/pod-group"
 Object = dict[str, Any]
 
 
@@ -32,6 +36,27 @@ class Owner(r.Record, frozen=True, kw_only=True):
             "labels": {JOB: self.name, **labels},
             "ownerReferences": [{**reference, "controller": True}],
         }
+
+
+def shared(owner: Owner, spec: r.Spec, round: int, value: str) -> list[Object]:
+    """What is made before the pods of a round. `value`: of the secret, if there is none yet."""
+    groups = [pod_group(owner, spec, round)] if spec.workers.gang else []
+    return [secret(owner, value), service(owner), *groups]
+
+
+def pod_group(owner: Owner, spec: r.Spec, round: int) -> Object:
+    """The group whose pods start together."""
+    return {
+        "apiVersion": POD_GROUPS,
+        "kind": "PodGroup",
+        "metadata": owner.metadata(group_name(owner.name, round)),
+        "spec": {"minMember": spec.workers.replicas},
+    }
+
+
+def group_name(job: str, round: int) -> str:
+    """Of the workers of a round: the next one may have another number of them."""
+    return f"{job}-{round}"
 
 
 def secret(owner: Owner, value: str) -> Object:
@@ -89,7 +114,10 @@ def worker(owner: Owner, spec: r.Spec, round: int, index: int, address: str) -> 
     command += ["--node-id", str(index), "--master", f"{host}:{spec.scheduler.port}", "--cluster-time-out=-1"]
     command += ["--max-restarts", str(spec.backoff_limit), "--grace", str(STOP_SECONDS), "--stop-alone"]
     name = worker_name(owner.name, index)
-    return _pod(owner, spec, spec.workers, name, r.WORKER, index, round, [*command, *spec.command], [])
+    pod = _pod(owner, spec, spec.workers, name, r.WORKER, index, round, [*command, *spec.command], [])
+    if spec.workers.gang:
+        pod["metadata"]["labels"][POD_GROUP] = group_name(owner.name, round)
+    return pod
 
 
 def _pod(
@@ -130,4 +158,13 @@ def _pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
-__all__ = ["Owner", "scheduler", "scheduler_name", "secret", "service", "worker", "worker_name"]
+__all__ = [
+    "Owner",
+    "group_name",
+    "pod_group",
+    "scheduler",
+    "scheduler_name",
+    "shared",
+    "worker",
+    "worker_name",
+]

@@ -60,6 +60,13 @@ class Workers(Role, frozen=True, kw_only=True):
             "to 127) is not: all of them start it again, backoffLimit times, before they give up."
         ),
     ] = "OnFailure"
+    gang: Annotated[
+        bool,
+        Meta(
+            description="Start all workers or none: they are a PodGroup of scheduler-plugins, and pod.schedulerName "
+            "names the scheduler that knows it."
+        ),
+    ] = False
 
 
 class Spec(Strict, frozen=True, kw_only=True):
@@ -164,6 +171,12 @@ def check(spec: Spec) -> None:
                     why="the operator sets it",
                     hint="image and command of the job; other fields of a pod and its container stay as they are given",
                 )
+    if spec.workers.gang and not spec.workers.pod.get("schedulerName"):
+        raise LaunchError(
+            "workers.gang is set without workers.pod.schedulerName",
+            why="the scheduler that a cluster has by default starts pods one by one",
+            hint="pod: {schedulerName: scheduler-plugins-scheduler}, as it was named when it was installed",
+        )
     if not spec.command[0].strip():
         raise LaunchError("command begins with an empty word", hint="command: [train.py]")
 

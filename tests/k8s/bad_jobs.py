@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
         "onfailure",
         "ExitCode",
     ),
+    "spec.workers.gang": ("true", 1, [], {}, True),  # True: with no scheduler that knows it
     "spec.workers.container": (*NO_RECORDS, {"image": "y"}, {"name": "y"}, {"command": []}, {"args": ["x"]}),
     "spec.workers.pod": (*NO_RECORDS, {"containers": []}, {"restartPolicy": "Always"}, {"hostname": "h"}),
     "spec.scheduler": NO_RECORDS,

@@ -180,6 +180,30 @@ def test_a_job_from_its_file_to_its_end(cluster, stepping, figures, tmp_path):
     job.nothing_is_left()
 
 
+def test_workers_that_start_together_are_a_pod_group(cluster, stepping):
+    """With the resource of scheduler-plugins, without its scheduler."""
+    group, schema = "scheduling.x-k8s.io", {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1alpha1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"kind": "PodGroup", "plural": "podgroups"}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"podgroups.{group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved"},
+        },
+        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+    cluster.apply(definition)
+    path = f"/apis/{group}/v1alpha1/namespaces/default/podgroups"
+    eventually(lambda: cluster.get(path) is not None, "pod groups are known")
+    job = stepping("gang", {"replicas": 2, "gang": True, "pod": {"schedulerName": "default-scheduler"}})
+    job.runs(2)
+    assert cluster.get(f"{path}/gang-1")["spec"] == {"minMember": 2}
+    job.delete()
+    eventually(lambda: cluster.get(f"{path}/gang-1") is None, "the group is deleted with its job")
+
+
 def test_a_script_that_fails_is_started_again_and_then_the_job_fails(cluster, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("print('begins'); raise ValueError('no data')")

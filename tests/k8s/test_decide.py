@@ -101,7 +101,7 @@ def test_the_scheduler_comes_first_and_workers_when_it_has_an_address():
     cluster = Cluster(spec(3))
     job = d.Job(owner=OWNER, spec=cluster.spec, status=cluster.status)
     first = d.decide(job, [], {}, cluster.now)
-    assert first.actions == (d.CreateShared(), d.CreateScheduler(1))
+    assert first.actions == (d.CreateShared(1), d.CreateScheduler(1))
     starting = d.Pod(name="demo-scheduler", uid="1", role="scheduler", round=1)
     second = d.decide(replace(job, status=first.status), [starting], {}, cluster.now)
     assert (second.actions, second.status.state) == ((), "Starting")

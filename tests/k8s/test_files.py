@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,16 @@ from meshwright.errors import LaunchError
 from meshwright.k8s.convert import convert
 from meshwright.k8s.manifests import CONTROLLERS, Asked, manifest
 
+PUBLISHED: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("published_fields.yaml").read_text("utf-8")
+)
+TYPES = {
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "int-or-string": int | str,
+    "object": dict,
+}
 ASKED = Asked("demo", "image:1", ("train.py", "--epochs", "3"), workers=3, ranks=8, gpus=8)
 MSJOB = yaml.safe_load("""
 apiVersion: mindspore.gitee.com/v1
@@ -109,7 +121,7 @@ def test_what_has_no_counterpart_is_refused(path, value, says):
 
 def test_manifests_for_every_controller():
     made = {name: manifest(ASKED, name) for name in CONTROLLERS}
-    assert {m["kind"] for m in made.values()} == {"ParallelJob", "JobSet", "TrainJob", "PyTorchJob"}
+    assert {m["kind"] for m in made.values()} == {"ParallelJob", *PUBLISHED}
     assert all(m["metadata"] == {"name": "demo"} for m in made.values())
     set_of = made["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     command = set_of["template"]["spec"]["containers"][0]["command"]
@@ -117,6 +129,50 @@ def test_manifests_for_every_controller():
     roles = made["pytorchjob"]["spec"]["pytorchReplicaSpecs"]
     assert (roles["Master"]["replicas"], roles["Worker"]["replicas"]) == (1, 2)
     assert made["trainjob"]["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
+    groups = made["rayjob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [group["replicas"] for group in groups] == [3]
+    assert made["rayjob"]["spec"]["entrypoint"].endswith("--nnodes 3 --nproc 8 --gpus 8 train.py --epochs 3")
+
+
+def at(value: Any, steps: list[str]) -> Iterator[tuple[bool, Any]]:
+    """What a path leads to, with whether it is missing: name, [] for each item, {} for each value, * if required."""
+    if not steps:
+        yield False, value
+        return
+    first, *rest = steps
+    name = first.rstrip("*[]{}")
+    if name not in value:
+        yield first.rstrip("[]{}").endswith("*"), None
+        return
+    below = value[name]
+    items = below if "[]" in first else below.values() if "{}" in first else [below]
+    for one in items:
+        yield from at(one, rest)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    match value:
+        case dict() if value:
+            for name, one in value.items():
+                yield from leaves(one, f"{path}.{name}")
+        case list() if value:
+            for one in value:
+                yield from leaves(one, path)
+        case _:
+            yield path[1:]
+
+
+@pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "meshwright"])
+def test_a_manifest_has_the_fields_that_its_controller_has_published(controller):
+    made = manifest(Asked("demo", "image:1", ("train.py",), workers=3, gpus=8, queue="team"), controller)
+    assert made["metadata"] == {"name": "demo", "labels": {"kueue.x-k8s.io/queue-name": "team"}}
+    fields, seen = PUBLISHED[made["kind"]], 0
+    for path, kind in fields.items():
+        for missing, value in at(made, path.split(".")):
+            assert not missing, path
+            assert value is None or isinstance(value, TYPES[kind]), path
+            seen += value is not None
+    assert seen == len(list(leaves({"spec": made["spec"]})))  # and no others
 
 
 @pytest.mark.parametrize(
@@ -125,6 +181,7 @@ def test_manifests_for_every_controller():
         (Asked("de_mo", "i", ("t.py",), 1), "meshwright", "de_mo"),
         (Asked("demo", "i", ("t.py",), 0), "pytorchjob", "no ParallelJob"),
         (Asked("demo", "i", ("t.py",), 1), "job-set", "one of meshwright, jobset"),
+        (Asked("demo", "i", ("t.py",), 1, queue="team"), "meshwright", "--queue"),
     ],
 )
 def test_manifests_that_cannot_be(asked, controller, says):

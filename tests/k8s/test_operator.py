@@ -69,6 +69,20 @@ def test_what_is_made_and_that_it_is_owned_by_the_job():
     with_job(do)
 
 
+def test_workers_that_start_together_are_a_pod_group():
+    async def do(server: Any, operator: Operator) -> None:
+        await started(server, operator)
+        path = "/apis/scheduling.x-k8s.io/v1alpha1/namespaces/default/podgroups/demo-1"
+        assert server.objects[path]["spec"] == {"minMember": 2}
+        labels = {
+            name: server.objects[f"{PODS}/{name}"]["metadata"]["labels"] for name in server.names("pods")
+        }
+        members = [name for name, of in labels.items() if of.get("scheduling.x-k8s.io/pod-group") == "demo-1"]
+        assert members == ["demo-worker-0", "demo-worker-1"]
+
+    with_job(do, workers={"replicas": 2, "gang": True, "pod": {"schedulerName": "together"}})
+
+
 def test_a_pod_that_is_killed_is_replaced_and_step_and_loss_are_read_from_its_log():
     async def do(server: Any, operator: Operator) -> None:
         followed = await started(server, operator)
