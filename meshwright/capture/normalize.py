@@ -6,16 +6,14 @@ clamped, and nothing names a device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, rewrite
+from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, Values, arguments, named, rewrite
+from meshwright.capture.slices_and_joins import SLICES_AND_JOINS
 from meshwright.capture.warnings import SPARSE, is_sparse
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 from meshwright.errors import CaptureError
-
-Values = Ref | tuple[Ref, ...] | None
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DROPOUT = "meshwright.dropout"
@@ -27,11 +25,6 @@ def normalize(graph: Graph) -> Graph:
 
 
 # ---------------------------------------------------------------- forms
-
-
-def _arguments(n: Node, *defaults: Any) -> tuple[Any, ...]:
-    """Return the arguments of a node, each that is left out by its default."""
-    return (*n.args, *defaults[len(n.args) :])
 
 
 def _first(b: Rewriter, n: Node) -> Values:
@@ -87,123 +80,6 @@ def _arange(b: Rewriter, n: Node) -> Values:
         len(n.args)
     ](*n.args)
     return b.emit(ARANGE, (start, end, step), n.outputs[0], dtype=Dtype(n.outputs[0].dtype), device=Device())
-
-
-def _slice(b: Rewriter, n: Node) -> Values:
-    x, dim, start, end, step = _arguments(n, None, 0, None, None, 1)
-    dim %= len(b.shape(x))
-    return b.slice(x, dim, start or 0, b.shape(x)[dim] if end is None else end, step)
-
-
-def _select(b: Rewriter, n: Node) -> Values:
-    x, dim, index = n.args
-    dim %= len(b.shape(x))
-    index %= b.shape(x)[dim]
-    return b.view(b.slice(x, dim, index, index + 1), n.outputs[0].shape)
-
-
-def _split(b: Rewriter, n: Node) -> Values:
-    dim = n.arg(2, "dim", 0) % len(b.shape(n.args[0]))
-    return b.split(n.args[0], [t.shape[dim] for t in n.outputs], dim)
-
-
-def _unbind(b: Rewriter, n: Node) -> Values:
-    dim = n.arg(1, "dim", 0) % len(b.shape(n.args[0]))
-    parts = b.split(n.args[0], [1] * len(n.outputs), dim)
-    return tuple(b.view(p, t.shape) for p, t in zip(parts, n.outputs, strict=True))
-
-
-def _cat(b: Rewriter, n: Node) -> Values:
-    dtype, rank = n.outputs[0].dtype, len(n.outputs[0].shape)
-    # torch lets an empty 1-d tensor join
-    parts = [b.cast(p, dtype) for p in n.args[0] if len(b.shape(p)) == rank]
-    return b.cat(parts, n.arg(1, "dim", 0) % rank)
-
-
-def _stack(b: Rewriter, n: Node) -> Values:
-    shape = n.outputs[0].shape
-    dim = n.arg(1, "dim", 0) % len(shape)
-    one = (*shape[:dim], 1, *shape[dim + 1 :])
-    return b.cat([b.view(b.cast(p, n.outputs[0].dtype), one) for p in n.args[0]], dim)
-
-
-def _repeat(b: Rewriter, n: Node) -> Values:
-    x, times = n.args
-    shape = (1,) * (len(times) - len(b.shape(x))) + b.shape(x)
-    if 0 in times:
-        return None
-    apart = tuple(s for t, size in zip(times, shape, strict=True) for s in ((1, size) if t > 1 else (size,)))
-    wide = tuple(s for t, size in zip(times, shape, strict=True) for s in ((t, size) if t > 1 else (size,)))
-    return b.view(b.expand(b.view(x, apart), wide), n.outputs[0].shape)
-
-
-def _repeat_interleave(b: Rewriter, n: Node) -> Values:
-    x, times, dim = n.args[0], n.args[1], n.arg(2, "dim")
-    if isinstance(times, Ref):
-        return None
-    shape = b.shape(x) if dim is not None else (math.prod(b.shape(x)),)
-    dim = 0 if dim is None else dim % len(shape)
-    apart = (*shape[: dim + 1], 1, *shape[dim + 1 :])
-    wide = (*shape[: dim + 1], times, *shape[dim + 1 :])
-    return b.view(b.expand(b.view(x, apart), wide), n.outputs[0].shape)
-
-
-def _pad(b: Rewriter, n: Node) -> Values:
-    """A constant pad of one dim is a cat (how language models shift their labels)."""
-    x, pads = n.args[0], n.args[1]
-    mode, value = (
-        (n.arg(2, "mode", "constant"), n.arg(3, "value"))
-        if n.op == "aten.pad.default"
-        else ("constant", n.arg(2, "value"))
-    )
-    touched = [i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
-    if mode != "constant" or len(touched) > 1:
-        return None
-    if not touched:
-        return x
-    dim = len(b.shape(x)) - 1 - touched[0]
-    before, after = pads[2 * touched[0]], pads[2 * touched[0] + 1]
-    size, dtype = b.shape(x)[dim], b.type(x).dtype
-    core = b.slice(x, dim, max(-before, 0), size + min(after, 0))
-
-    def edge(width: int) -> list[Ref]:
-        shape = (*b.shape(x)[:dim], width, *b.shape(x)[dim + 1 :])
-        return [b.full(shape, value or 0, dtype)] if width > 0 else []
-
-    return b.cat([*edge(before), core, *edge(after)], dim)
-
-
-def _diff(b: Rewriter, n: Node) -> Values:
-    x, times, dim, before, after = _arguments(n, None, 1, -1, None, None)
-    if times != 1 or b.type(x).dtype == "b8":
-        return None
-    dim %= len(b.shape(x))
-    whole = b.cat([p for p in (before, x, after) if p is not None], dim)
-    size = b.shape(whole)[dim]
-    high, low = b.slice(whole, dim, 1, size), b.slice(whole, dim, 0, size - 1)
-    return b.emit("aten.sub.Tensor", (high, low), n.outputs[0])
-
-
-def _slice_scatter(b: Rewriter, n: Node) -> Values:
-    x, source, dim, start, end, step = _arguments(n, None, None, 0, None, None, 1)
-    if step != 1:
-        return None
-    dim %= len(b.shape(x))
-    size = b.shape(x)[dim]
-    start = min(max((start or 0) + (size if (start or 0) < 0 else 0), 0), size)
-    end = start + b.shape(source)[dim]
-    return b.cat(
-        [b.slice(x, dim, 0, start), b.cast(source, b.type(x).dtype), b.slice(x, dim, end, size)], dim
-    )
-
-
-def _select_scatter(b: Rewriter, n: Node) -> Values:
-    x, source, dim, index = n.args
-    shape = b.shape(x)
-    dim %= len(shape)
-    index %= shape[dim]
-    row = b.view(b.cast(source, b.type(x).dtype), (*shape[:dim], 1, *shape[dim + 1 :]))
-    return b.cat([b.slice(x, dim, 0, index), row, b.slice(x, dim, index + 1, shape[dim])], dim)
 
 
 def _copy(b: Rewriter, n: Node) -> Values:
@@ -289,7 +165,7 @@ def _dropout(b: Rewriter, n: Node) -> Values:
 
 
 def _attention(b: Rewriter, n: Node) -> Values:
-    q, k, v, mask, p, causal = _arguments(n, None, None, None, None, 0.0, False)
+    q, k, v, mask, p, causal = arguments(n, None, None, None, None, 0.0, False)
     extra: dict[str, Any] = {"scale": n.kwarg("scale"), "enable_gqa": bool(n.kwarg("enable_gqa", False))}
     if p > 0:
         extra["seed"] = 0
@@ -297,7 +173,7 @@ def _attention(b: Rewriter, n: Node) -> Values:
 
 
 def _cross_entropy(b: Rewriter, n: Node) -> Values:
-    args = _arguments(n, None, None, None, 1, -100, 0.0)
+    args = arguments(n, None, None, None, 1, -100, 0.0)
     return b.emit("aten.cross_entropy_loss.default", args, n.outputs[0])
 
 
@@ -310,13 +186,8 @@ def _dense(b: Rewriter, n: Node) -> Values:
 
 
 def _layer_norm(b: Rewriter, n: Node) -> Values:
-    args = _arguments(n, None, None, None, None, 1e-05)[:5]
+    args = arguments(n, None, None, None, None, 1e-05)[:5]
     return b.emit("aten.layer_norm.default", args, n.outputs[0])
-
-
-def _unscalar(op: str) -> Rule:
-    """The same operator under its tensor name."""
-    return lambda b, n: b.emit(op, n.args, n.outputs[0], **dict(n.kwargs))
 
 
 # ---------------------------------------------------------------- everything else: dims and devices
@@ -414,10 +285,6 @@ def _refused(what: str, hint: str) -> Rule:
     return rule
 
 
-def _named(names: str, rule: Rule) -> dict[str, Rule]:
-    return {f"aten.{name}": rule for name in names.split()}
-
-
 _ITEM: Callable[[Rewriter, Node], Values] = _refused(
     "reads the value of a tensor",
     "keep it a tensor, or run the model as it is, data parallel: "
@@ -425,49 +292,37 @@ _ITEM: Callable[[Rewriter, Node], Values] = _refused(
 )
 
 TABLE: dict[str, Rule] = {
-    **_named("view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim "
+    **named("view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim "
              "squeeze.dims flatten.using_ints unflatten.int view_as.default reshape_as.default", _view),
-    **_named("permute.default", _permute),
-    **_named("transpose.int t.default numpy_T.default", _transpose),
-    **_named("expand.default expand_as.default broadcast_to.default", _expand),
-    **_named("broadcast_tensors.default", _broadcast),
-    **_named("clone.default contiguous.default alias.default lift_fresh_copy.default lift.default "
+    **named("permute.default", _permute),
+    **named("transpose.int t.default numpy_T.default", _transpose),
+    **named("expand.default expand_as.default broadcast_to.default", _expand),
+    **named("broadcast_tensors.default", _broadcast),
+    **named("clone.default contiguous.default alias.default lift_fresh_copy.default lift.default "
              "lift_fresh.default", _first),
-    **_named("_to_copy.default to.dtype to.dtype_layout to.device type_as.default", _cast),
-    **_named("full.default full_like.default scalar_tensor.default", _full(1)),
+    **named("_to_copy.default to.dtype to.dtype_layout to.device type_as.default", _cast),
+    **named("full.default full_like.default scalar_tensor.default", _full(1)),
     "aten.scalar_tensor.default": _full(0),
     "aten.new_full.default": _full(2),
-    **_named("ones.default ones_like.default new_ones.default", _constant(1)),
-    **_named("zeros.default zeros_like.default new_zeros.default empty.memory_format empty_like.default "
+    **named("ones.default ones_like.default new_ones.default", _constant(1)),
+    **named("zeros.default zeros_like.default new_zeros.default empty.memory_format empty_like.default "
              "new_empty.default empty_strided.default new_empty_strided.default empty_permuted.default", _constant(0)),
-    **_named("arange.default arange.start arange.start_step", _arange),
-    **_named("slice.Tensor", _slice),
-    **_named("select.int", _select),
-    **_named("split.Tensor split_with_sizes.default chunk.default tensor_split.sections tensor_split.indices "
-             "unsafe_split.Tensor unsafe_chunk.default split.sizes", _split),
-    **_named("unbind.int", _unbind),
-    **_named("cat.default concat.default", _cat),
-    **_named("stack.default", _stack),
-    **_named("repeat.default", _repeat),
-    **_named("repeat_interleave.self_int", _repeat_interleave),
-    **_named("pad.default constant_pad_nd.default", _pad),
-    **_named("diff.default", _diff),
-    **_named("slice_scatter.default", _slice_scatter),
-    **_named("select_scatter.default", _select_scatter),
-    **_named("copy.default", _copy),
-    **_named("fill.Tensor fill.Scalar", _fill),
-    **_named("where.self where.ScalarOther where.ScalarSelf where.Scalar", _where),
-    **_named("__and__.Tensor bitwise_and.Tensor logical_and.default", _and),
-    **_named("__or__.Tensor bitwise_or.Tensor logical_or.default", _or),
-    **_named("add.Tensor add.Scalar sub.Tensor sub.Scalar", _neutral(0, floats=False)),
-    **_named("mul.Tensor mul.Scalar div.Tensor div.Scalar", _neutral(1, floats=True)),
-    **_named("native_dropout.default dropout.default", _dropout),
-    **_named("normal.float_float normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor", _normal),
+    **named("arange.default arange.start arange.start_step", _arange),
+    **SLICES_AND_JOINS,
+    **named("copy.default", _copy),
+    **named("fill.Tensor fill.Scalar", _fill),
+    **named("where.self where.ScalarOther where.ScalarSelf where.Scalar", _where),
+    **named("__and__.Tensor bitwise_and.Tensor logical_and.default", _and),
+    **named("__or__.Tensor bitwise_or.Tensor logical_or.default", _or),
+    **named("add.Tensor add.Scalar sub.Tensor sub.Scalar", _neutral(0, floats=False)),
+    **named("mul.Tensor mul.Scalar div.Tensor div.Scalar", _neutral(1, floats=True)),
+    **named("native_dropout.default dropout.default", _dropout),
+    **named("normal.float_float normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor", _normal),
     ATTENTION: _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
     **dict.fromkeys(SPARSE, _dense),
     "aten.layer_norm.default": _layer_norm,
-    **_named("_assert_tensor_metadata.default _assert_async.msg _assert_scalar.default "
+    **named("_assert_tensor_metadata.default _assert_async.msg _assert_scalar.default "
              "sym_constrain_range_for_size.default", lambda b, n: ()),
-    **_named("item.default _local_scalar_dense.default", _ITEM),
+    **named("item.default _local_scalar_dense.default", _ITEM),
 }  # fmt: skip

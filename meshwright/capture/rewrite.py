@@ -14,7 +14,8 @@ from typing import Any
 
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref, TensorType, map_refs
 
-Rule = Callable[["Rewriter", Node], "Ref | tuple[Ref, ...] | None"]
+Values = Ref | tuple[Ref, ...] | None
+Rule = Callable[["Rewriter", Node], Values]
 
 VIEW, PERMUTE, EXPAND = "aten.view.default", "aten.permute.default", "aten.expand.default"
 SLICE, CAT, FULL, CAST = "aten.slice.Tensor", "aten.cat.default", "aten.full.default", "aten._to_copy.default"
@@ -216,6 +217,16 @@ def rewrite(graph: Graph, rules: Mapping[str, Rule], every: Rule | None = None) 
         outputs=tuple((label, _follow(value, writer.became)) for label, value in graph.outputs),
         mutations=tuple((target, _follow(value, writer.became)) for target, value in graph.mutations),
     )
+
+
+def arguments(node: Node, *defaults: Any) -> tuple[Any, ...]:
+    """Return the arguments of a node, each that is left out by its default."""
+    return (*node.args, *defaults[len(node.args) :])
+
+
+def named(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return a table with one rule for several overloads of aten: ``"view.default squeeze.dim"``."""
+    return {f"aten.{name}": rule for name in names.split()}
 
 
 def _follow(value: str, became: Mapping[str, Ref]) -> str:
