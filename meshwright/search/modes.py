@@ -19,14 +19,9 @@ from meshwright.ops.strategy import UNSHARDED, Strategy
 from meshwright.plan.file import MODES
 from meshwright.plan.plan import Plan, fingerprint, plain_pins
 from meshwright.redistribute.steps import enough_bytes, show_bytes
-from meshwright.search.annotations import (
-    PinSpec,
-    check_annotated,
-    given_values,
-    mark_seeds,
-    pin_specs,
-    region,
-)
+from meshwright.search.annotation_checks import check_annotated
+from meshwright.search.annotation_seeds import mark_seeds
+from meshwright.search.annotations import PinSpec, given_values, pin_specs, region
 from meshwright.search.context import Assignment, SearchContext
 from meshwright.search.cost_modes import SEARCHES, priced, search
 from meshwright.search.data_parallel import assign_batch, check_batch
