@@ -45,9 +45,10 @@ def workers(
     bound: int | None = 0,
     state: Path | None = None,
     nodes: Nodes | None = None,
+    replicas: int = 0,
 ) -> Iterator[list[Worker]]:
     """Workers in this process, of servers in processes of their own; `nodes`: that are found by a scheduler."""
-    with started(servers, state, nodes):
+    with started(servers, state, nodes, replicas):
         folder = Path(os.environ[FOLDER])
         declare = m.Declare("bench", parameters, spread(parameters, range(servers)), bound, count)
         made = [Worker(Remote(meeting(folder)), number, declare) for number in range(count)]
@@ -69,10 +70,10 @@ def seconds(run: Callable[[], object], times: int = 9) -> tuple[float, float]:
     return statistics.median(w for w, _ in found), statistics.median(p for _, p in found)
 
 
-def dense(how: str, state: Path | None = None, nodes: Nodes | None = None) -> None:
-    """Pull and push 100 MB."""
+def dense(how: str, state: Path | None = None, nodes: Nodes | None = None, replicas: int = 0) -> None:
+    """Pull and push 100 MB, which are on one server."""
     given = (Parameter("weight", (FLOATS,), "float32", "SGD", {"lr": 0.1}),)
-    with workers(given, 1, state=state, nodes=nodes) as (worker,):
+    with workers(given, 1 + replicas, state=state, nodes=nodes, replicas=replicas) as (worker,):
         gradient = torch.zeros(FLOATS)
         worker.pull(("weight",))
         pull, push = (
@@ -100,13 +101,13 @@ def over_network() -> None:
             dense("over TLS" if secret else "over TCP", nodes=nodes)
 
 
-def rows() -> None:
+def rows(replicas: int = 0) -> None:
     """Rows of a table over two servers, and the memory of these."""
     table = Parameter("t", (TABLE_ROWS, WIDTH), "float32", "SparseAdam", {"lr": 0.1}, True, True, ZEROS)
     little = Parameter("t", (2, WIDTH), "float32", "SparseAdam", {"lr": 0.1}, True, True, ZEROS)
     with workers((little,), 2):
         idle = _resident_servers()
-    with workers((table,), 2) as (worker,):
+    with workers((table,), 2, replicas=replicas) as (worker,):
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, TABLE_ROWS, (BATCH,), generator=random).unique()
         gradient = torch.ones(len(ids), WIDTH)
@@ -118,7 +119,10 @@ def rows() -> None:
         step()
         wall, processor = seconds(step)
         resident = _resident_servers() - idle
-    print(f"rows of {WIDTH}, pulled, pushed and updated: {len(ids) / wall:,.0f} a second ({processor:.3f})")
+    how = ", each on two servers" if replicas else ""
+    print(
+        f"rows of {WIDTH}{how}, pulled, pushed and updated: {len(ids) / wall:,.0f} a second ({processor:.3f})"
+    )
     held = 3 * TABLE_ROWS * WIDTH * 4
     share, each = resident / held, idle / 2e6
     print(
@@ -135,13 +139,17 @@ def _resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-def killed() -> None:
-    """Seconds until a killed server answers again, with a snapshot of a large table and some requests since then."""
+def killed(replicas: int = 0) -> None:
+    """Seconds until a killed server answers again: with a snapshot of a large table and some requests since then, or
+    from its copy on another server."""
     table = Parameter("t", (TABLE_ROWS, WIDTH), "float32", "SparseAdam", {"lr": 0.1}, True, True, ZEROS)
     ids = torch.arange(0, TABLE_ROWS, 100)
     gradient = torch.ones(len(ids), WIDTH)
     found = []
-    with tempfile.TemporaryDirectory() as state, workers((table,), 2, state=Path(state)) as (worker,):
+    with (
+        tempfile.TemporaryDirectory() as state,
+        workers((table,), 2, state=None if replicas else Path(state), replicas=replicas) as (worker,),
+    ):
         for _ in range(KILLED_PUSHES):
             worker.push(1.0, {}, {"t": (ids, gradient)})
         for _ in range(3):
@@ -151,9 +159,8 @@ def killed() -> None:
             worker.pull((), {"t": ids})
             found.append(time.perf_counter() - begin)
         size = sum(path.stat().st_size for path in (Path(state) / "0").glob("*"))
-    print(
-        f"a killed server with {size / 1e6:,.0f} MB on disk answers again: {statistics.median(found):.2f} s"
-    )
+    where = "its copy on another server" if replicas else f"{size / 1e6:,.0f} MB on disk"
+    print(f"a killed server with {where} answers again: {statistics.median(found):.2f} s")
 
 
 def slow_worker() -> None:
@@ -202,8 +209,11 @@ def main() -> None:
     dense("one server")
     with tempfile.TemporaryDirectory() as state:
         dense("with --server-state", Path(state))
+    dense("with --replicas 1", replicas=1)
     over_network()
     rows()
+    rows(replicas=1)
     killed()
+    killed(replicas=1)
     slow_worker()
     others()

@@ -78,7 +78,9 @@ def _show(folder: Path, seen: dict[int, Seen | str]) -> None:
         oldest = max(each.counts.oldest for each in there)
         print(f"{folder}: {bound}; the oldest value that was read was {oldest} steps behind")
     silent: list[str] = []
-    servers = Table("server", "memory", "blocks", "updates", "waiting", "pulled", "pushed", "busy")
+    copied = any(each.copied is not None for each in there)
+    heads = ("server", "memory", "blocks", "updates", "waiting", "pulled", "pushed", "busy")
+    servers = Table(*heads, *(("copies", "copied to") if copied else ()))
     for number, each in seen.items():
         if isinstance(each, str):
             silent.append(each)
@@ -87,7 +89,8 @@ def _show(folder: Path, seen: dict[int, Seen | str]) -> None:
         numbers = (each.blocks, counts.updates, each.waiting)
         sizes = (show_bytes(counts.pulled_bytes), show_bytes(counts.pushed_bytes))
         busy = f"{100 * worked / since:.0f} %" if since else ""
-        servers.add_row(str(number), show_bytes(each.size_bytes), *map(str, numbers), *sizes, busy)
+        where = (show_bytes(each.copies_bytes), _copied(each)) if copied else ()
+        servers.add_row(str(number), show_bytes(each.size_bytes), *map(str, numbers), *sizes, busy, *where)
     if there:
         console.print(servers)
     for text in silent:
@@ -101,6 +104,13 @@ def _show(folder: Path, seen: dict[int, Seen | str]) -> None:
             workers.add_row(str(worker), str(clock), "has left")
     if workers.rows:
         console.print(workers)
+
+
+def _copied(seen: Seen) -> str:
+    """Where the copy of a server is, and whether it is complete."""
+    if seen.copied is None or seen.copied.behind is None:
+        return "no other yet"
+    return str(seen.copied.server) + (f", {seen.copied.behind} behind" if seen.copied.behind else "")
 
 
 __all__ = ["app"]

@@ -116,6 +116,14 @@ def run(
             "lost.",
         ),
     ] = None,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="How many other parameter servers, 0 or 1, have a copy of each one, on another machine if there is "
+            "one: a server that is lost with its folder loses nothing.",
+        ),
+    ] = "0",
     nnodes: Annotated[
         str | None,
         typer.Option(
@@ -227,7 +235,7 @@ def run(
     from meshwright.launch import launch
     from meshwright.launch.servers import started
 
-    with started(server_count, server_state, job.nodes):
+    with started(server_count, server_state, job.nodes, count(replicas, "--replicas")):
         outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)

@@ -18,7 +18,7 @@ from meshwright.errors import LaunchError, path_from
 from meshwright.launch.nodes import Nodes, trusted
 from meshwright.scheduler.client import FILE, Place
 from meshwright.scheduler.trust import SECRET, Trust
-from meshwright.servers.meeting import FOLDER, LAUNCHER, PREFIX, Meeting, meeting
+from meshwright.servers.meeting import FOLDER, LAUNCHER, MACHINES, PREFIX, Meeting, meeting
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
@@ -28,17 +28,19 @@ MOST_SERVERS = 64  # of which each has a block of every table
 
 class Servers:
     """`count`: of this machine, which is called `node`. `folder`: in which its processes find how they meet others.
-    `state`: where servers keep what must outlive them, None: nothing does."""
+    `state`: where servers keep what must outlive them, None: nothing does. `replicas`: how many other servers have a
+    copy of each."""
 
-    def __init__(self, count: int, folder: Path, state: Path | None, node: str) -> None:
-        self.folder, self.state, self._node = folder, state, node
+    def __init__(self, count: int, folder: Path, state: Path | None, node: str, replicas: int = 0) -> None:
+        self.folder, self.state, self._node, self._replicas = folder, state, node, replicas
+        self._outlive = state is not None or replicas > 0
         self._meeting: Meeting = meeting(folder)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lost: set[int] = set()
         # of one machine the ranks may ask at once; of several, a scheduler has to be there
         self._numbers = None if node else self._meeting.begin(count, node)
         # one that has loaded everything: a killed server is back in a moment
-        self._spare = self._process(SPARE) if state is not None and count else None
+        self._spare = self._process(SPARE) if self._outlive and count else None
         self._ending = threading.Event()
         self._watch = threading.Thread(
             target=self._follow, args=(count,), name="parameter servers", daemon=True
@@ -46,7 +48,7 @@ class Servers:
         self._watch.start()
 
     def _process(self, place: str) -> subprocess.Popen[bytes]:
-        kept = [] if self.state is None else [str(self.state)]
+        kept = [str(self._replicas), *([] if self.state is None else [str(self.state)])]
         words = [sys.executable, "-m", "meshwright.launch.server_process", str(os.getpid()), str(self.folder)]
         env = {"OMP_NUM_THREADS": "1", **{k: v for k, v in os.environ.items() if k != SECRET}}
         stdin = subprocess.PIPE if place == SPARE else subprocess.DEVNULL
@@ -92,13 +94,13 @@ class Servers:
             if status is None or number in self._lost:
                 continue
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-            if self.state is not None and status < 0:
+            if self._outlive and status < 0:
                 print(f"parameter server {number} ended by {how}: it is started again", file=sys.stderr)
                 self.processes[number] = self._start(number)
                 continue
-            self._meeting.lose(
-                number, f"it ended by {how}, and its values with it; with --server-state a killed one goes on"
-            )
+            if status:  # else another machine has started it
+                kept = "with --replicas 1 or --server-state a killed one goes on"
+                self._meeting.lose(number, f"it ended by {how}, and its values with it; {kept}")
             self._lost.add(number)
 
     def end(self) -> None:
@@ -114,14 +116,24 @@ class Servers:
 
 
 @contextlib.contextmanager
-def started(count: int | None, state: Path | None, nodes: Nodes | None = None) -> Iterator[None]:
+def started(
+    count: int | None, state: Path | None, nodes: Nodes | None = None, replicas: int = 0
+) -> Iterator[None]:
     """Servers of this machine within the block; ranks find them, and those of other machines, by the environment.
-    `count`: None for a job without servers. Raises LaunchError."""
+    `count`: None for a job without servers. `replicas`: how many other servers have a copy of each. Raises LaunchError.
+    """
     if count is None or (not count and nodes is None):
         yield
         return
     if not 0 <= count <= MOST_SERVERS:
         raise LaunchError(f"--servers is {count}", why=f"a job has 1 to {MOST_SERVERS}", hint="--servers 2")
+    if replicas not in (0, 1) or (replicas and nodes is None and count < 2):
+        why = (
+            "a copy is on another server, and there is one"
+            if replicas == 1
+            else "a server has one copy or none"
+        )
+        raise LaunchError(f"--replicas is {replicas}", why=why, hint="--servers 2 --replicas 1")
     if state is not None:
         hint = "--server-state with a folder that you own"
         state = path_from(state, f"--server-state {state}", LaunchError, hint)
@@ -135,8 +147,9 @@ def started(count: int | None, state: Path | None, nodes: Nodes | None = None) -
     (folder / LAUNCHER).write_text(str(os.getpid()))
     if nodes is not None:
         Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
+        (folder / MACHINES).write_text(str(nodes.count))
     before = os.environ.get(FOLDER)
-    servers = Servers(count, folder, state, "" if nodes is None else nodes.id)
+    servers = Servers(count, folder, state, "" if nodes is None else nodes.id, replicas)
     os.environ[FOLDER] = str(folder)
     try:
         yield

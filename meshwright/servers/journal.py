@@ -68,6 +68,15 @@ class Journal:
         ):
             self._snapshot(server)
 
+    @property
+    def fresh(self) -> bool:
+        """Return whether nothing was ever written here."""
+        return not any(self.folder.glob("*.log"))
+
+    def begin_with(self, server: Server) -> None:
+        """Forget what was written, for what another server has kept of this one."""
+        self._snapshot(server)
+
     def _snapshot(self, server: Server) -> None:
         """Begin a new file of requests, and write what was before it beside, from a copy."""
         kept = snapshots.copy(server)

@@ -25,6 +25,7 @@ from meshwright.scheduler.trust import server_context
 
 FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
 PREFIX = "meshwright-servers-"  # of its name, among temporary files
+MACHINES = "machines"  # the file in it with the number of machines of a job, at least
 LAUNCHER = "launcher"  # the file in it with the launcher's process id
 BUFFER_BYTES = 4 << 20
 PATIENCE_SECONDS = 2.0  # for a scheduler that is away; who asks tries again
@@ -62,6 +63,15 @@ class Meeting(Protocol):
 
     def listen(self, number: int) -> socket.socket:
         """The socket of a server, which others find from now on."""
+        ...
+
+    def been(self, number: int) -> bool:
+        """Return whether a server of this number has listened before."""
+        ...
+
+    def beside(self, number: int) -> int | None:
+        """The server that has the copy of another one, of another machine if any has servers; the same at all times.
+        None while the machines have not said how many they start. Raises ServerError if there is no other."""
         ...
 
     def admit(self, made: socket.socket) -> socket.socket:
@@ -142,6 +152,12 @@ class InFolder:
         made.listen(4096)
         return made
 
+    def been(self, number: int) -> bool:
+        return self._address(number).exists()
+
+    def beside(self, number: int) -> int | None:
+        return _beside([self.count()], number)
+
     def admit(self, made: socket.socket) -> socket.socket:
         return widen(made)
 
@@ -204,6 +220,8 @@ class ByScheduler:
 
     def __init__(self, folder: Path) -> None:
         self._place = Place.read(folder / FILE)
+        machines = folder / MACHINES
+        self._machines = int(machines.read_text()) if machines.exists() else 1
         self._client = Client(self._place, PATIENCE_SECONDS)
         self._context: ssl.SSLContext | None = None
         self._certificate = b""
@@ -249,6 +267,20 @@ class ByScheduler:
         self._client.patience = COUNT_SECONDS
         self._client.set(f"servers/at/{number}", told)
         return made
+
+    def been(self, number: int) -> bool:
+        return self._told(number) is not None
+
+    def beside(self, number: int) -> int | None:
+        key = f"servers/copy/{number}"
+        known = self._client.get(key, 0.0)
+        if known is None:
+            begun = self._all()
+            if len(begun) < self._machines:
+                return None
+            other = _beside([each.count for each in begun], number)
+            known = self._client.swap(key, b"", str(other).encode())  # others may have come since then
+        return int(known)
 
     def admit(self, made: socket.socket) -> socket.socket:
         secret = self._place.trust.secret
@@ -300,8 +332,37 @@ class ByScheduler:
         return None if known is None else msgspec.json.decode(known, type=tuple[str, int])
 
 
+def _beside(counts: list[int], number: int) -> int:
+    """The server for the copy of another one, by the counts of all machines: of the next machine that has any."""
+    firsts = [sum(counts[:machine]) for machine in range(len(counts) + 1)]
+    mine, place = number % len(counts), 0  # of one that was started later
+    for machine, first in enumerate(firsts[:-1]):
+        if first <= number < firsts[machine + 1]:
+            mine, place = machine, number - first
+    others = [(mine + step) % len(counts) for step in range(1, len(counts))]
+    for machine in (x for x in others if counts[x]):
+        return firsts[machine] + place % counts[machine]
+    other = firsts[mine] + (place + 1) % max(counts[mine], 1)
+    if other == number:
+        raise ServerError(
+            f"parameter server {number} has no other for its copy",
+            hint="--servers 2, here or on another machine",
+        )
+    return other
+
+
 def _begun(known: bytes) -> list[Begun]:
     return msgspec.json.decode(known, type=list[Begun]) if known else []
 
 
-__all__ = ["FOLDER", "LAUNCHER", "PREFIX", "ByScheduler", "InFolder", "Meeting", "meeting", "running"]
+__all__ = [
+    "FOLDER",
+    "LAUNCHER",
+    "MACHINES",
+    "PREFIX",
+    "ByScheduler",
+    "InFolder",
+    "Meeting",
+    "meeting",
+    "running",
+]

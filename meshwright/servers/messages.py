@@ -183,6 +183,23 @@ class Remap(Message, frozen=True):
     map: ShardMap
 
 
+# A copy of a server on another one, see `replicas.py`.
+class Adopt(Message, frozen=True):
+    """Have this as the copy of server `number`, which sends all that changes it from here on. `life`: how often that
+    server began from its copy; an earlier one is refused. `record` and `names`: of its state, tensors beside."""
+
+    number: int
+    life: int
+    record: bytes
+    names: tuple[str, ...]
+
+
+class Recover(Message, frozen=True):
+    """Server `number` begins. Answered by `Recovered`, and the one that ran before is heard no more."""
+
+    number: int
+
+
 # Answers.
 class Done(Message, frozen=True):
     """`repeated`: it had been done before."""
@@ -238,9 +255,25 @@ class Taken(Message, frozen=True):
     names: tuple[str, ...]
 
 
+class Recovered(Message, frozen=True):
+    """Without a `record` there is no copy."""
+
+    life: int
+    record: bytes = b""
+    names: tuple[str, ...] = ()
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """The copy of a server. `server`: on which it is; `behind`: changes that it does not have yet, None: all of it."""
+
+    server: int
+    behind: int | None
+
+
 class Seen(Message, frozen=True):
     """A server at one moment. `size_bytes`: of values and states. `waiting`: pushes that are not applied yet. `clocks`:
-    of workers; `left`: of those that are gone. `seconds`: since it was started, and how long of it it has worked."""
+    of workers; `left`: of those that are gone. `seconds`: since it was started, and how long of it it has worked.
+    `copied`: None without ``--replicas``; `copies_bytes`: of what it holds of other servers."""
 
     job: str
     bound: int | None
@@ -251,6 +284,8 @@ class Seen(Message, frozen=True):
     left: dict[int, int]
     counts: Counts
     seconds: tuple[float, float] = (0.0, 0.0)
+    copied: Copied | None = None
+    copies_bytes: int = 0
 
 
 class Wait(Message, frozen=True):
@@ -274,13 +309,29 @@ class Refused(Message, frozen=True):
 
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
 Saving = Freeze | Thaw | Clear | Begin | Await
+Copying = Adopt | Recover
 Request = Declare | Fill | Join | Leave | Pull | Push | Look | Saving | Moving
 # what must outlive a server
 Changing = Declare | Fill | Join | Leave | Push | Clear | Begin | Hold | Allow | Resume | Give | Remap
-Answer = Done | Declared | Joined | Values | Seen | Frozen | Begins | Held | Taken | Wait | Moved | Refused
+Answer = (
+    Done
+    | Declared
+    | Joined
+    | Values
+    | Seen
+    | Frozen
+    | Begins
+    | Held
+    | Taken
+    | Recovered
+    | Wait
+    | Moved
+    | Refused
+)
 
 
 __all__ = [
+    "Adopt",
     "Allow",
     "Answer",
     "Await",
@@ -288,6 +339,8 @@ __all__ = [
     "Begins",
     "Changing",
     "Clear",
+    "Copied",
+    "Copying",
     "Declare",
     "Declared",
     "Done",
@@ -307,6 +360,8 @@ __all__ = [
     "Pull",
     "Push",
     "Reached",
+    "Recover",
+    "Recovered",
     "Refused",
     "Remap",
     "Request",

@@ -25,10 +25,10 @@ Reply = tuple[m.Answer, m.Tensors]
 
 
 class Server:
-    """`number`: its name in shard maps."""
+    """`number`: its name in shard maps. `lost`: it had values, and they are gone."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, *, lost: bool = False) -> None:
+        self.number, self.lost = number, lost
         self._forget()
 
     def _forget(self) -> None:
@@ -86,6 +86,12 @@ class Server:
         if begins_anew(self.declared, request):
             self._forget()
         if self.declared is None:
+            if self.lost and not request.attempt:  # else all workers begin anew
+                raise ServerError(
+                    f"the values of parameter server {self.number} are lost",
+                    why="it was started again, and neither a folder nor another server has them",
+                    hint="--replicas 1 or --server-state from the beginning",
+                )
             self.begin(request, request.map)
         else:
             check_same(self.declared, request)

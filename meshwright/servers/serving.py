@@ -12,10 +12,12 @@ import time
 
 from msgspec import structs
 
+from meshwright.errors import ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
 from meshwright.servers.meeting import Meeting
+from meshwright.servers.replicas import Copies, Replica
 from meshwright.servers.server import Reply, Server
 from meshwright.servers.sockets import TURN_SECONDS, receive, send
 from meshwright.servers.wire import Malformed
@@ -27,18 +29,41 @@ RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears
 
 class Serving:
     """`meeting`: where it is found. `journal`: where requests are written before they are answered, None to keep
-    nothing."""
+    nothing. `replicas`: how many other servers have a copy; with one, the server begins with what that has."""
 
-    def __init__(self, server: Server, meeting: Meeting, journal: Journal | None = None) -> None:
+    def __init__(
+        self, server: Server, meeting: Meeting, journal: Journal | None = None, replicas: int = 0
+    ) -> None:
         self.server, self.journal = server, journal
         self._began, self._worked = time.monotonic(), 0.0  # seconds of work
-        self._changed = threading.Condition()
-        self._connection_of: dict[int, socket.socket | None] = dict.fromkeys(server.clocks.of)
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._connection_of: dict[int, socket.socket | None] = {}
         self._open: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
+        self.copies = Copies()
+        self._ready = False
+        self.failure: ServerError | None = None  # why it has ended
         self._meeting, self._listening = meeting, meeting.listen(server.number)
-        for worker in list(self._connection_of):  # after a restart: who does not come again is lost
-            self._later(RESTART_SECONDS, worker, None)
+        self.replica: Replica | None = None
+        if replicas:
+            of = (lambda: self.server, self._begin, self._fail)
+            self.replica = Replica(meeting, server.number, lock, *of)
+        else:
+            self._begin(None)
+
+    def _begin(self, known: Server | None) -> None:
+        """Answer from here on. `known`: what the copy on another server has, which is the newest."""
+        with self._changed:
+            if known is not None:
+                self.server = known
+                if self.journal is not None:
+                    self.journal.begin_with(known)
+            for worker in self.server.clocks.of:  # after a restart: who does not come again is lost
+                if self._connection_of.setdefault(worker) is None:
+                    self._later(RESTART_SECONDS, worker, None)
+            self._ready = True
+            self._changed.notify_all()
 
     def run(self) -> None:
         """Serve until the socket is closed."""
@@ -61,6 +86,12 @@ class Serving:
             if self.journal is not None:
                 self.journal.close()
                 self.journal = None
+            if self.replica is not None:
+                self.replica.close()
+
+    def _fail(self, failure: ServerError | None) -> None:
+        self.failure = failure
+        self.close()
 
     def _greet(self, plain: socket.socket) -> None:
         try:
@@ -77,6 +108,11 @@ class Serving:
         try:
             while True:
                 body, tensors = receive(made)
+                if isinstance(body, m.Copying):
+                    heard = self.copies.follow(made, body)
+                    while heard(body, tensors):
+                        body, tensors = receive(made)
+                    return
                 if not isinstance(body, m.Request):
                     return
                 send(made, *self._answer(made, body, tensors))
@@ -93,6 +129,8 @@ class Serving:
     def _answer(self, made: socket.socket, body: m.Request, tensors: m.Tensors) -> Reply:
         end = time.monotonic() + TURN_SECONDS
         with self._changed:
+            if not self._changed.wait_for(lambda: self._ready, TURN_SECONDS):
+                return m.Wait(), []
             if isinstance(body, m.Join | m.Pull | m.Push):
                 self._connection_of[body.worker] = made
             elif isinstance(body, m.Leave):
@@ -101,8 +139,13 @@ class Serving:
                 reply = self._answered(body, tensors)
                 left = end - time.monotonic()
                 if not isinstance(reply[0], m.Wait) or left <= 0:
-                    return reply
+                    return reply if self._kept(body, reply[0]) else (m.Wait(), [])
                 self._changed.wait(left)
+
+    def _kept(self, body: m.Request, answer: m.Answer) -> bool:
+        """Return whether the copy on the other server has what was done, if this is asked again too."""
+        changes = isinstance(body, m.Changing) and not isinstance(answer, m.Refused | m.Wait | m.Moved)
+        return self.replica is None or not changes or self.replica.wait(TURN_SECONDS)
 
     def _answered(self, body: m.Request, tensors: m.Tensors) -> Reply:
         """Answer, and write down what has changed something before anybody hears of it."""
@@ -112,11 +155,15 @@ class Serving:
         if changes and not (isinstance(reply[0], m.Done) and reply[0].repeated):
             if self.journal is not None:
                 self.journal.write(self.server, body, tensors)
+            if self.replica is not None:
+                self.replica.send(body, tensors)
             self._changed.notify_all()
         now = time.monotonic()
         self._worked += now - begin
         if isinstance(reply[0], m.Seen):
-            return structs.replace(reply[0], seconds=(now - self._began, self._worked)), reply[1]
+            copied = None if self.replica is None else self.replica.copied()
+            seconds, held = (now - self._began, self._worked), self.copies.size_bytes
+            return structs.replace(reply[0], seconds=seconds, copied=copied, copies_bytes=held), reply[1]
         return reply
 
     def _later(self, seconds: float, worker: int, made: socket.socket | None) -> None:

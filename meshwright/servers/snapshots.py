@@ -47,6 +47,7 @@ class Record(msgspec.Struct, frozen=True):
     allowed: dict[int, int] | None
     mover: str
     began: Begins | None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,15 @@ class Snapshot:
 
 def copy(server: Server) -> Snapshot:
     """A copy of all that a server has."""
+    here = of(server)
+    return Snapshot(here.record, {name: tensor.clone() for name, tensor in here.tensors.items()})
+
+
+def of(server: Server) -> Snapshot:
+    """All that a server has, with its own tensors."""
     tensors: dict[str, torch.Tensor] = {}
     for name, stored in server.stored.items():
-        tensors.update({f"{name}/{key}": value.clone() for key, value in stored.tensors().items()})
+        tensors.update({f"{name}/{key}": value for key, value in stored.tensors().items()})
     waiting = []
     for number, group in server.rounds.items():
         for worker, push in group.items():
@@ -82,13 +89,14 @@ def copy(server: Server) -> Snapshot:
         server.allowed,
         server.mover,
         server.began,
+        server.lost,
     )
     return Snapshot(record, tensors)
 
 
 def write(snapshot: Snapshot, path: Path) -> None:
     """Write a snapshot; the file is there in full or not at all."""
-    text = msgspec.json.encode(snapshot.record).decode()
+    text = encode(snapshot.record).decode()
     part = path.with_suffix(".part")
     safetensors.torch.save_file(snapshot.tensors, part, metadata={RECORD: text})
     part.rename(path)
@@ -98,7 +106,7 @@ def read(path: Path, number: int) -> Server:
     """The server of a snapshot. Raises ServerError for one of another server, or of another version."""
     try:
         with safetensors.safe_open(path, "pt") as file:
-            record = msgspec.json.decode((file.metadata() or {})[RECORD], type=Record)
+            record = decode((file.metadata() or {})[RECORD].encode())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, msgspec.DecodeError, safetensors.SafetensorError) as error:
         raise ServerError(f"{path} is no snapshot of a server", why=f"{error!s:.200}") from None
@@ -106,7 +114,22 @@ def read(path: Path, number: int) -> Server:
         raise ServerError(
             f"{path} is of server {record.number}, format {record.format}", why=f"not of {number}"
         )
-    server = Server(number)
+    return server_of(Snapshot(record, tensors))
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode(text: bytes) -> Record:
+    """Raises msgspec.DecodeError."""
+    return msgspec.json.decode(text, type=Record)
+
+
+def server_of(snapshot: Snapshot) -> Server:
+    """A server with these tensors. Raises ServerError where they do not fit."""
+    record, tensors = snapshot.record, snapshot.tensors
+    server = Server(record.number, lost=record.lost)
     if record.declared is not None:
         server.begin(record.declared, record.map, fill_rows=False)
     server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
@@ -124,4 +147,4 @@ def read(path: Path, number: int) -> Server:
     return server
 
 
-__all__ = ["Snapshot", "copy", "read", "write"]
+__all__ = ["Snapshot", "copy", "decode", "encode", "of", "read", "server_of", "write"]

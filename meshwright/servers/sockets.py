@@ -33,7 +33,7 @@ def fill_from(made: socket.socket, into: memoryview) -> None:
         at += count
 
 
-def send(made: socket.socket, body: m.Request | m.Answer, tensors: m.Tensors) -> None:
+def send(made: socket.socket, body: m.Request | m.Copying | m.Answer, tensors: m.Tensors) -> None:
     for piece in pieces(body, tensors):
         made.sendall(piece)
 

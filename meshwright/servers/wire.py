@@ -36,7 +36,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 class Packet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message with what is said about its tensors."""
 
-    body: m.Request | m.Answer
+    body: m.Request | m.Copying | m.Answer
     tensors: tuple[Facts, ...] = ()
 
 
@@ -47,7 +47,7 @@ class Malformed(ValueError):
 _decoder = msgspec.msgpack.Decoder(Packet)
 
 
-def pieces(body: m.Request | m.Answer, tensors: m.Tensors) -> list[memoryview]:
+def pieces(body: m.Request | m.Copying | m.Answer, tensors: m.Tensors) -> list[memoryview]:
     """What is to be written, in order."""
     flat = [x.detach().contiguous() for x in tensors]
     facts = tuple(Facts(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in flat)

@@ -37,15 +37,16 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
 
 @pytest.mark.procs
 @pytest.mark.timeout(240)
-def test_servers_of_two_machines_train_as_one_device(launches: Launches, tmp_path: Path) -> None:
-    """Two servers on one machine and one on the other; both of the first are killed, and blocks move to a fourth."""
+def test_servers_of_two_machines_train_as_one_device(launches: Launches) -> None:
+    """Two servers on one machine and one on the other; both of the first are killed, and blocks move to a fourth.
+    Nothing is on a disk: they go on from their copies on the other machine."""
     key = {"MESHWRIGHT_SECRET": "the secret of a job that is tested"}
     with machines(2) as two:
         started = []
         for index, count in ((0, 2), (1, 1)):
             master = f"{two[0].address}:{PORT}"
             options = ("--nnodes", 2, "--node-rank", index, "--master", master, "--servers", count)
-            kept = ("--server-state", tmp_path / f"state{index}", "--log-dir", f"logs{index}")
+            kept = ("--replicas", 1, "--log-dir", f"logs{index}")
             prefix = two[index].prefix
             started.append(launches.start(*options, *kept, SCRIPT, "kill", "move", env=key, prefix=prefix))
         ends = [(*process.communicate(timeout=200), process.returncode) for process in started]
@@ -91,5 +92,7 @@ def test_machines_that_do_not_say_how_many_servers_they_start(tmp_path: Path, mo
         again.want(5)
         assert (first.more(64), [n for n in range(3, 5) if first.starts(n)]) == (range(3, 5), [4])
         assert [n for n in range(3, 5) if again.starts(n)] == [3]
+        assert [again.beside(n) for n in range(5)] == [2, 2, 0, 0, 2]  # of the other machine
+        assert first.beside(0) == 2
         for each in (first, again):
             each.close()

@@ -33,15 +33,20 @@ from tests.servers.jobs import job as local_job
 
 
 class Job:
-    """Servers in a folder, each with a journal, which may be killed and started again."""
+    """Servers in a folder, each with a journal or with a copy on another one, which may be killed and started again."""
 
-    def __init__(self, folder: Path, count: int, every: int) -> None:
-        self.folder, self.every = folder, every
+    def __init__(self, folder: Path, count: int, every: int, replicas: int) -> None:
+        self.folder, self.every, self.replicas = folder, every, replicas
+        InFolder(folder).begin(count, "")
         self.running = [self.started(n) for n in range(count)]
 
     def started(self, number: int) -> Serving:
-        journal = Journal(self.folder / "state" / str(number), number, self.every)
-        made = Serving(journal.server(), InFolder(self.folder), journal)
+        if self.replicas:
+            met = InFolder(self.folder)
+            made = Serving(Server(number, lost=met.been(number)), met, replicas=1)
+        else:
+            journal = Journal(self.folder / "state" / str(number), number, self.every)
+            made = Serving(journal.server(), InFolder(self.folder), journal)
         threading.Thread(target=made.run, daemon=True).start()
         return made
 
@@ -55,8 +60,8 @@ class Job:
 def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def start(count: int = 2, every: int = 1 << 30) -> Job:
-        made.append(Job(tmp_path, count, every))
+    def start(count: int = 2, every: int = 1 << 30, replicas: int = 0) -> Job:
+        made.append(Job(tmp_path, count, every, replicas))
         return made[-1]
 
     yield start
