@@ -91,6 +91,8 @@ class MemoryBudget:
 
     # Times that limits are tightened by what a simulation saw over them: each costs one search.
     tightenings: int = 8
+    # Sums of one solve where the search is one of several: what is beyond them seldom changes the first digits.
+    work: float = 3e7
     # Doublings of the price of a byte until something fits: from 1/8 of a step for a full device to 256 of them.
     doublings: int = 12
     # Of these, how many are tried one after the other, before the last.
@@ -176,8 +178,11 @@ class TechniquesBudget:
 
     # Simulations of choices under techniques; they are ordered by estimates, so the best comes early.
     simulations: int = 20
-    # Simulations, one after the other, that are no quicker than the best so far, before they end.
+    # Simulations, one after the other, that are no quicker than the best so far or do not fit, before they end.
     patience: int = 5
+    # Simulations of one stage in all, for models of more operators than these: each takes half a second and more.
+    large_nodes: int = 1000
+    large_simulations: int = 36
     # Of the limit: a peak below it, known from a few layers, needs no evaluation in full until the end.
     sure_share: float = 0.97
     # Of the step: what interleaving, or a technique of little use, must save to be taken.
@@ -221,6 +226,8 @@ class TechniquesBudget:
     # Sums that one elimination for a front may take: its choices are simulated, and so need not be optimal to the last
     # digit. On models of today they are within 1e-3 of the optimum, seven times sooner.
     front_work: float = 3e7
+    # The same for the bound of the answer, which then is lower than the optimum, and still a bound.
+    bound_work: float = 1e8
     # of many micro-batches, whose gradients are accumulated, and where half of what is sent hides.
     many_prices: Prices = ((0.0, 0.0), (2.0, 0.0))
     hidden_prices: Prices = ((0.0, 0.0), (2.0, 0.0))

@@ -39,11 +39,14 @@ def limited(
     known: SearchResult | None = None,
     most_solves: int = SOLVE.limited_solves,
     enough: float = SOLVE.enough,
+    below: float = np.inf,
 ) -> Limited:
     """The optimum of a space under the request's memory limit; without one, the optimum.
 
-    `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on.
+    `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on,
+    and under a limit its solves are as near to the optimum as `MEMORY.work` allows.
     `most_solves`: after how many the optimum under a limit is near enough; `enough`: of its price, when it is sooner.
+    `below`: seconds of a step; a choice that is over the limit and no quicker ends it, as what takes less is slower.
     `known`: a choice to begin with where memory has no limit. Ended early it returns the best so far, and `stopped`.
     """
     problem, limit, stop = planner.problem(space, alpha), planner.limit(space), planner.request.stop
@@ -78,6 +81,7 @@ def limited(
             progress=tell,
             enough=enough,
             most_solves=most_solves,
+            limit_work=SOLVE.work if alone else MEMORY.work,
             ended=ended,
         )
         bound = solution.bound if bound is None else bound
@@ -91,6 +95,8 @@ def limited(
             offer(planner, found)
             break
         nearest = nearer(planner, nearest, found)
+        if found.claims.get("step_seconds", 0.0) >= below:
+            return Limited(None, bound, nearest)
         if stop.now():
             break
         assert found.evaluation is not None and planner.request.memory_bytes is not None

@@ -148,7 +148,7 @@ def _best(
 
 def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult:
     """The best with how far it is from what no choice under any techniques undercuts."""
-    bound = solve(space.problem(1.0)).bound
+    bound = solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
@@ -207,7 +207,7 @@ def _searched(
     share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
     while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
-        if planner.request.stop.now():
+        if planner.request.stop.now() or made.spent:
             break
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
@@ -233,14 +233,14 @@ def _searched(
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         tries += 1
-        slower = 0 if best is None or _step(found) < share * _step(best) else slower + 1
+        slower = 0 if best is None else slower + 1
         if fits_in_both(planner, found):
             fitting.append((number, point))
             if best is None or _step(found) < share * _step(best):
                 if planner.peak_bytes(found) > TECHNIQUES.sure_share * limit:
                     found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
-                    best = found
+                    best, slower = found, 0
                     _see(planner, seen, found)
             planner.tell("techniques", _step(best) if best else None, None)
     return best
@@ -270,7 +270,8 @@ def _sought(
             break
         under = planner.under(asked)
         try:
-            found = limited(under, space, None, alone=False).found
+            step = _step(best) if best else math.inf
+            found = limited(under, space, None, alone=False, below=step).found
         except PlanError:
             continue
         if found is None or not fits_in_both(planner, found):  # limits are those of the device
@@ -295,6 +296,7 @@ def _again(planner: Planner, best: SearchResult) -> SearchResult:
             alone=False,
             most_solves=TECHNIQUES.again_solves,
             enough=TECHNIQUES.worth,
+            below=_step(best),
         ).found
         if found is None or _step(found) >= _step(best):
             continue

@@ -114,7 +114,7 @@ def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, flo
         likely = made.likely_seconds(made.candidates[number], techniques)
         if quickest is not None and likely >= quickest.seconds:
             continue
-        if likely >= (1 + TECHNIQUES.doubt) * enough:
+        if made.spent or likely >= (1 + TECHNIQUES.doubt) * enough:
             if estimated is None or likely < estimated.seconds:
                 estimated = Neighbour(techniques, likely)
             continue

@@ -57,14 +57,16 @@ class Candidate:
 @dataclass
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, of a full batch, under
-    techniques; `late`: by how much later than it must a step ended, under a policy of recompute, the one that was least
-    late; `lates`: the same of each that was simulated under techniques, and `soonest` the least of these in whatever
-    micro-batches; `hosted`: what the host holds beyond sums, of the one with least of it, under techniques; `sent`:
-    bytes that stages of it send, once somebody asked; `solved`: problems with what was found."""
+    techniques, and `misses` those of all candidates; `late`: by how much later than it must a step ended, under a
+    policy of recompute, the one that was least late; `lates`: the same of each that was simulated under techniques,
+    and `soonest` the least of these in whatever micro-batches; `hosted`: what the host holds beyond sums, of the
+    one with least of it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `solved`:
+    problems with what was found."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, dict[Techniques, float]] = field(default_factory=dict)
+    misses: dict[Techniques, list[float]] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
     soonest: dict[Techniques, float] = field(default_factory=dict)
@@ -79,6 +81,11 @@ class Front:
     def launching(self) -> float:
         """Seconds that a micro-batch more costs at least."""
         return launching(self.planner)
+
+    @property
+    def spent(self) -> bool:
+        """True if a large model had as many simulations as it may have in one stage."""
+        return self.planner.nodes > TECHNIQUES.large_nodes and len(self._seen) >= TECHNIQUES.large_simulations
 
     @functools.cached_property
     def queuing(self) -> float:
@@ -106,7 +113,14 @@ class Front:
     def _missed(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return the bytes that a simulation found beyond the sums under these techniques. If there was none: the least
         of those under techniques that differ only in micro-batches, then under equal recompute, then under any.
-        Temporary buffers depend most on what is kept."""
+        Temporary buffers depend most on what is kept. What enough others missed, it misses at least."""
+        return max(self._missed_by_itself(candidate, techniques), self._missed_by_others(techniques))
+
+    def _missed_by_others(self, techniques: Techniques) -> float:
+        least = _least_of_enough(self.misses, replace(techniques, micro_batches=1, prefetch=1))
+        return least if least is not None else _least_of_enough(self.misses, _plain(techniques)) or 0.0
+
+    def _missed_by_itself(self, candidate: Candidate, techniques: Techniques) -> float:
         seen = self.missed.get(candidate, {})
         if techniques in seen:
             return seen[techniques]
@@ -130,9 +144,11 @@ class Front:
     def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Estimate the candidate's step: its lower bound, plus the excess that was seen for it, or for enough others
         under the techniques."""
-        seen = self.lates.get(techniques, [])
-        others = min(seen) if len(seen) >= TECHNIQUES.late_samples else 0.0
-        late = self.late.get((candidate, techniques.recompute), others)
+        late = self.late.get((candidate, techniques.recompute))
+        if late is None:
+            late = _least_of_enough(self.lates, techniques)
+        if late is None:
+            late = _least_of_enough(self.lates, _plain(techniques)) or 0.0
         return self.least_seconds(candidate, techniques) + late
 
     def least_late(self, techniques: Techniques) -> float:
@@ -218,6 +234,9 @@ class Front:
             missed = self.planner.peak_bytes(found) - self.sums(candidate, techniques)
             seen = self.missed.setdefault(candidate, {})
             seen[techniques] = max(0.0, missed) * techniques.micro_batches
+            self.misses.setdefault(replace(techniques, micro_batches=1, prefetch=1), []).append(
+                seen[techniques]
+            )
             late = max(0.0, found.evaluation.step_seconds - self.least_seconds(candidate, techniques))
             key = (candidate, techniques.recompute)
             self.late[key] = min(late, self.late.get(key, late))
@@ -229,6 +248,17 @@ class Front:
                 self.hosted[techniques] = min(missed, self.hosted.get(techniques, missed))
         self._seen[candidate, techniques] = found
         return found
+
+
+def _plain(techniques: Techniques) -> Techniques:
+    """Without what moves or shards what is kept: with it no step ends sooner, nor has a smaller buffer."""
+    return replace(techniques, micro_batches=1, prefetch=1, slice_activation=False, offload=())
+
+
+def _least_of_enough(seen: Mapping[Techniques, list[float]], techniques: Techniques) -> float | None:
+    """The least of what was seen under techniques, if enough was."""
+    each = seen.get(techniques, ())
+    return min(each) if len(each) >= TECHNIQUES.late_samples else None
 
 
 def launching(planner: Planner) -> float:
@@ -411,17 +441,20 @@ def _alike(one: Candidate, other: Candidate) -> bool:
 def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
     """How many examples a rank has, at most."""
     choice, mesh, factors = space.choice(states), planner.context.mesh, planner.context.factors
+    units = planner.kept.once(
+        "units of examples",
+        lambda: {name: next(batch_units(site, factors), None) for name, site in factors.sites.items()},
+    )
     least, seen = TECHNIQUES.micro_batches, set[tuple[int, int]]()
     for node in space.graph.nodes:
-        site, strategy = factors.sites[node.name], choice.strategies[node.name]
-        if (id(site.trees), id(strategy)) in seen:
+        site, strategy, counted = factors.sites[node.name], choice.strategies[node.name], units[node.name]
+        if counted is None or (id(site.trees), id(strategy)) in seen:
             continue
         seen.add((id(site.trees), id(strategy)))
+        letter, unit = counted
         splits = dict(strategy.splits)
-        for letter, unit in batch_units(site, factors):
-            parts = [at_path(splits.get(letter, site.trees[letter]), path) for path in unit]
-            least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
-            break
+        parts = [at_path(splits.get(letter, site.trees[letter]), path) for path in unit]
+        least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
     return max(1, least)
 
 

@@ -14,12 +14,14 @@ from meshwright.search.planner import Planner, SearchResult
 def further_ahead(planner: Planner, found: SearchResult, enough: float = math.inf) -> SearchResult:
     """Return the choice with its weights gathered further ahead, as long as that is quicker and fits; else itself.
 
-    Nothing is tried if the step were above `enough` seconds with no communication exposed.
+    Nothing is tried if the step were above `enough` seconds with no communication exposed, nor where memory has no
+    room for it: weights that are there earlier never take less.
     """
     while (
         "prefetch" not in found.techniques.given
         and found.evaluation is not None
         and found.techniques.prefetch < TECHNIQUES.prefetch
+        and fits_in_both(planner, found)
         and _waits(found, enough)
         and not planner.request.stop.now()
     ):

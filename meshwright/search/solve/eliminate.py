@@ -7,9 +7,10 @@ treewidth of the pairs, which is 2 to 4 for the forward graphs of transformers.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,8 +56,10 @@ class Eliminated:
 def estimate(problem: Problem, dtype: type = np.float64) -> Estimate:
     """The cheaper one of two greedy orders: least table first, and least fill first (not tried where the first order
     never joins more than three variables)."""
-    sizes = problem.sizes
-    edges = [(u, v) for u, v in problem.pairs if sizes[u] > 1 and sizes[v] > 1]  # one state is a constant
+    sizes = tuple(problem.sizes)
+    edges = tuple(
+        (u, v) for u, v in problem.pairs if sizes[u] > 1 and sizes[v] > 1
+    )  # one state is a constant
     plan = _greedy(sizes, edges, fill=False).resized(sizes, dtype)
     if max(map(len, plan.scopes), default=0) <= 2:
         return plan
@@ -197,7 +200,8 @@ def _cut(table: np.ndarray, low: int, high: int, row: int, end: int) -> np.ndarr
     return table[low:high, row:end] if table.shape[1] > 1 else table[low:high]
 
 
-def _greedy(sizes: Sequence[int], edges: Iterable[tuple[int, int]], fill: bool) -> Estimate:
+@functools.lru_cache(maxsize=64)  # one problem is solved for many prices
+def _greedy(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...], fill: bool) -> Estimate:
     """Eliminate on the graph alone. Costs of neighbours are refreshed lazily: stale heap entries are skipped."""
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:

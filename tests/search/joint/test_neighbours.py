@@ -68,6 +68,7 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
             expected[asked.micro_batches] + 0.1 * (asked.offload != HERE["offload"])
         ),
         evaluated=evaluated,
+        spent=False,
     )
     best = found(1.0, HERE)
     best.states = ()
@@ -77,3 +78,5 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
     assert near["micro_batches"].seconds == 1.5 and near["micro_batches"].found is not None
     assert near["offload"].seconds == 1.1 and near["offload"].found is None
     assert near["recompute"].techniques.recompute == ""  # the other is too much for the host
+    made.spent = True  # of a large model as many as may be were simulated
+    assert neighbours(made, OVER, best)["micro_batches"].found is None and simulated == [2, 1]
