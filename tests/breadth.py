@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +14,13 @@ def first(count: int, cases: Iterable[Any]) -> list[Any]:
     return [*found[:count], *(pytest.param(*_values(case), marks=pytest.mark.full) for case in found[count:])]
 
 
+def quick(wanted: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Mark a test of several parameters: the cases of which `wanted`, called by name, is false are `full`."""
+    return pytest.mark.quick.with_args(wanted)
+
+
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
 
 
-__all__ = ["first"]
+__all__ = ["first", "quick"]

@@ -32,6 +32,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the cases that `tests.breadth.quick` leaves to `make test-all`."""
+    for mark in item.iter_markers("quick"):
+        if not mark.args[0](**getattr(item, "callspec").params):  # noqa: B009
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_old_is_collected() -> Iterator[None]:
     """Exempt from collection what was imported and made before the tests of a module."""

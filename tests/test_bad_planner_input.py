@@ -13,7 +13,7 @@ import pytest
 import meshwright as mw
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.plan.plan import Plan
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.search.planned import SEARCHES, built, cluster, free, lowered, made, tight
 
 
@@ -97,6 +97,7 @@ def test_the_mesh_has_as_many_ranks_as_the_cluster() -> None:
         ),
     ),
 )
+@quick(lambda mode, share: (mode, share) == ("auto", 0.3))
 def test_too_little_memory_says_what_would_fit_and_that_fits(mode: str, share: float) -> None:
     """The batch alone, far too little, and what only a simulation sees: each with a limit that is then enough."""
     limit = share * free("wide mlp", "2x2", "dynamic_programming", "gloo").claims["peak_bytes"]
@@ -121,7 +122,7 @@ def test_too_little_memory_for_stages_is_said_per_rank() -> None:
     cluster = mw.Cluster.preset("h100", nodes=1, ranks_per_node=2)
     error = told(lambda: mw.plan(net, batch, loss=loss, cluster=cluster, **asked))
     assert error.what == "no plan fits into 1.0 kB per rank"
-    assert "on the 2 ranks of a pipeline together" in error.why and error.hint.endswith("per rank or more")
+    assert "on the 2 ranks of a pipeline together" in error.why and "per rank" in error.hint
 
 
 # ---------------------------------------------------------------- more ranks than there is to cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.graph import (
@@ -68,31 +68,36 @@ def graphs(draw: Any) -> Graph:
     )
 
 
-@given(graphs())
-def test_print_parses_back(graph: Graph) -> None:
+def keeps_the_laws(graph: Graph) -> None:
+    """It parses back, is pruned and knows who reads what: of one graph, because drawing one takes longer than that."""
     assert parse(str(verify(graph))) == graph
-
-
-@given(types)
-def test_types_parse_back(type_: TensorType) -> None:
-    assert parse_type(str(type_)) == type_
-
-
-@given(graphs())
-def test_prune_keeps_what_is_read(graph: Graph) -> None:
     small = prune(graph)
     assert verify(small).inputs == graph.inputs
     assert prune(small) == small
     read = {u for n in small.nodes for u in n.uses} | {v for _, v in (*small.outputs, *small.mutations)}
     assert all(read.intersection(n.values) for n in small.nodes)
-
-
-@given(graphs())
-def test_ports_follow_uses(graph: Graph) -> None:
     for node in graph.nodes:
         assert node.with_uses(node.uses) == node
         for port, name in enumerate(node.uses):
             assert (node, port) in graph.consumers[name]
+
+
+@given(graphs())
+@settings(max_examples=25)
+def test_any_graph_parses_back_is_pruned_and_knows_who_reads(graph: Graph) -> None:
+    keeps_the_laws(graph)
+
+
+@pytest.mark.full
+@given(graphs())
+@settings(max_examples=200)
+def test_many_graphs_parse_back_are_pruned_and_know_who_reads(graph: Graph) -> None:
+    keeps_the_laws(graph)
+
+
+@given(types)
+def test_types_parse_back(type_: TensorType) -> None:
+    assert parse_type(str(type_)) == type_
 
 
 def test_references_are_replaced_anywhere() -> None:

@@ -65,9 +65,12 @@ def prose(path: Path) -> list[tuple[int, str]]:
 
 def places(paths: list[Path]) -> list[str]:
     pattern, found = banned(), []
+    words = re.compile(rf"\b(?:{'|'.join(w for group in WORDS for w in group.split(', '))})\b", re.IGNORECASE)
     for root in paths:
         files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".md")) if root.is_dir() else [root]
         for path in files:
+            if not words.search(path.read_text()):  # taking a module apart takes longer
+                continue
             for number, line in prose(path):
                 if pattern.search(ALLOWED.sub("", line)):
                     found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")

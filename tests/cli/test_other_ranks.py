@@ -15,6 +15,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.report.reshape_plan import on_other_ranks
+from tests.breadth import quick
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=96, layers=2, heads=8, sequence=24)
 PINS = {"blocks.*.up": {"n": "tp"}, "*.qkv": {"n": "tp"}}
@@ -54,6 +55,7 @@ def test_the_same_cuts_are_those_that_propagation_finds_there(model, dp, level):
         ("data_parallel", {"pipeline": 2, "micro_batches": 2, "optimizer_parallel": 2, "threshold_kb": 0}),
     ],
 )
+@quick(lambda mode, wish: mode == "recursive_programming" or "pipeline" in wish)
 def test_a_plan_on_half_and_twice_as_many_ranks_is_proved(model, mode, wish):
     how = {**wish, "mode": mode} | ({"cluster": CLUSTER} if mode.endswith("programming") else {})
     plan, graph = made(model, {"dp": 2, "tp": 2} if "pipeline" not in wish else {"dp": 2}, **how)

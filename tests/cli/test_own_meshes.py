@@ -89,11 +89,11 @@ def test_an_operator_has_the_price_of_the_mesh_on_which_it_runs(folder: Path, ve
 @pytest.mark.parametrize(
     ("what", "options"),
     first(
-        3,
+        2,
         [
             ("micro_batches=2,schedule=gpipe", {"micro_batches": 2, "schedule": "gpipe"}),
-            ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
             ("batch=16", {"batch": 16}),
+            ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),
             ("recompute=full", {"recompute": "full"}),
             ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
         ],

@@ -22,7 +22,7 @@ from meshwright.partition.overlap import Flight, overlapped
 from meshwright.runtime.communicator import Counter, Work
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.mixtures import mixture
 from tests.runtime.test_again import zero
 
@@ -65,6 +65,7 @@ def lowered(
         ),
     ),
 )
+@quick(lambda name, again, **_: again == (name == "llama"))
 def test_the_numbers_stay(name: str, mesh: dict[str, int], fusion: Any, again: bool) -> None:
     model, batch, loss = built(name)
     parts = lowered(name, mesh, again, fusion, PINS.get(name) if "tp" in mesh else None)

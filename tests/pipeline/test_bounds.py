@@ -101,7 +101,8 @@ def bounds(model: str, layers: int) -> Bounds:
 @pytest.mark.parametrize(
     ("model", "layers", "modes"),
     [
-        ("wide mlp", 4, ("data_parallel", "recursive_programming")),
+        ("wide mlp", 4, ("recursive_programming",)),
+        pytest.param("wide mlp", 4, ("data_parallel", "recursive_programming"), marks=pytest.mark.full),
         pytest.param(
             "wide gpt", 4, ("data_parallel", "recursive_programming", "auto"), marks=pytest.mark.slow
         ),

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
 import meshwright as mw
 from meshwright.cost.cluster import Cluster, Level
@@ -44,6 +42,11 @@ def planned(slow: float, **how):
     return mw.plan(net, batch, loss=loss, cluster=cluster(slow), mode="auto", **how)
 
 
+def small(slow: float = 1e3, **how):
+    net, batch, loss = built("sequence")
+    return mw.plan(net, batch, loss=loss, cluster=cluster(slow), mode="auto", **how)
+
+
 @pytest.mark.slow
 def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> None:
     plan, alone = planned(1e4), planned(1e4, pipeline=1)
@@ -64,12 +67,12 @@ def test_stages_lie_on_both_sides_of_a_link_that_nothing_else_may_cross() -> Non
 
 
 def test_a_quick_link_is_not_left_to_a_pipeline() -> None:
-    assert planned(1.0).techniques.pipeline == 1
+    assert small(1.0).techniques.pipeline == 1
 
 
 def test_a_mesh_of_the_user_and_a_number_of_stages_stay() -> None:
-    assert planned(1e4, mesh={"dp": 2, "tp": 2}).techniques.pipeline == 1
-    assert planned(1e4, pipeline=1).techniques.pipeline == 1
+    assert small(mesh={"dp": 2, "tp": 2}).techniques.pipeline == 1
+    assert small(pipeline=1).techniques.pipeline == 1
 
 
 @pytest.mark.slow
@@ -103,8 +106,7 @@ def test_what_the_user_fixed_stays_beside_stages(given) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"pipeline": 2},
-        pytest.param({"pipeline": 4, "schedule": "interleaved"}, marks=pytest.mark.full),
+        *first(0, ({"pipeline": 2}, {"pipeline": 4, "schedule": "interleaved"})),  # of a small model below
         pytest.param({"pipeline": 2, "micro_batches": 4}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -129,8 +131,10 @@ def test_what_is_open_beside_the_stages_of_the_user_is_chosen(given) -> None:
     mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
 
 
-@pytest.mark.parametrize("given", first(1, ({}, {"micro_batches": 4})), ids=str)
-def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits(given) -> None:
+@pytest.mark.parametrize(
+    ("planned", "given"), first(1, ((small, {}), (planned, {}), (planned, {"micro_batches": 4})))
+)
+def test_recompute_is_chosen_for_the_stages_of_the_user_where_nothing_else_fits(planned, given) -> None:
     free = planned(1e4, pipeline=2, **given)
     plan = planned(1e4, pipeline=2, memory=0.9 * free.claims["peak_bytes"], **given)
     assert plan.claims["peak_bytes"] <= 0.9 * free.claims["peak_bytes"] and plan.techniques != free.techniques
@@ -158,20 +162,17 @@ def test_a_plan_says_why_nothing_was_chosen_for_the_stages_of_the_user(given) ->
 )
 def test_a_model_without_layers_is_cut_between_its_products(given) -> None:
     """A plain sequence of modules, each too small for a layer, once was in one stage, or had one micro-batch."""
-    torch.manual_seed(0)
-    modules = [one for _ in range(6) for one in (nn.Linear(64, 64), nn.ReLU())]
-    net, batch = nn.Sequential(*modules), {"x": torch.randn(64, 64)}
-    options = {"loss": lambda m, b: m(b["x"]).square().mean(), "cluster": cluster(1e3), "mode": "auto"}
-    plan = mw.plan(net, batch, **options, **given)
+    plan = small(**given)
     assert plan.techniques.pipeline == given.get("pipeline", plan.techniques.pipeline) > 1
     assert plan.techniques.micro_batches > 1
-    mw.verify(net, batch, loss=options["loss"], plan=plan).raise_if_different()
+    net, batch, loss = built("sequence")
+    mw.verify(net, batch, loss=loss, plan=plan).raise_if_different()
 
 
 def test_what_was_chosen_stays_with_a_module_put_into_a_stage() -> None:
-    plan = planned(1e4, pipeline=2)
-    other = plan.pin_stage("transformer.h.0", 0)
-    assert dict(other.techniques.stages) == {"transformer.h.0": 0}
+    plan = small(1e3, pipeline=2)
+    other = plan.pin_stage("0", 0)
+    assert dict(other.techniques.stages) == {"0": 0}
     for name in chosen.CHOSEN:
         assert getattr(other.techniques, name) == getattr(plan.techniques, name)
 
@@ -181,14 +182,14 @@ def test_what_was_chosen_stays_with_a_module_put_into_a_stage() -> None:
 
 def test_an_interrupt_before_stages_are_looked_at_ends_all() -> None:
     stop = Stop(lambda _: True)
-    plan = planned(1e4, progress=stop)
+    plan = small(1e3, progress=stop)
     assert stop.interrupted and stop.later <= 1  # what the interrupted search had found is told
     assert plan.techniques.pipeline == 1
 
 
 def test_an_interrupt_while_stages_are_looked_for_gives_the_plan_in_one() -> None:
     stop = Stop(lambda stage: stage.endswith("stages"))
-    plan = planned(1e4, progress=stop)
+    plan = small(1e3, progress=stop)
     assert stop.interrupted and not stop.later
     assert plan.techniques.pipeline == 1 and plan.claims["step_seconds"] > 0
 
@@ -204,10 +205,10 @@ def test_an_interrupt_after_a_plan_in_stages_gives_that(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(chosen, "stages", searched)
     stop = Stop(lambda stage: bool(looked) and stage.endswith("stages"))
-    plan = planned(1e4, progress=stop)
+    plan = small(1e3, progress=stop)
     assert stop.interrupted and not stop.later and looked[0] > 1
     assert plan.techniques.pipeline > 1
-    assert plan.claims["step_seconds"] < planned(1e4, pipeline=1).claims["step_seconds"]
+    assert plan.claims["step_seconds"] < small(1e3, pipeline=1).claims["step_seconds"]
 
 
 # ---------------------------------------------------------------- nothing fits in one stage
@@ -241,7 +242,7 @@ def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(chosen, "stages", searched)
-    plan = planned(1e4, progress=progress)
+    plan = small(1e3, progress=progress)
     assert plan.techniques.pipeline > 1 and answers == [plan.claims["step_seconds"]]
     assert any("nothing fits in one stage" in note for note in plan.notes)
 
@@ -249,7 +250,7 @@ def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
 def test_an_interrupt_while_an_answer_is_told_gives_that_answer(nothing_in_one: None) -> None:
     """It may come anywhere in the search, not only while a choice is simulated."""
     stop = Stop(lambda stage: stage.endswith(" stages"))
-    plan = planned(1e4, progress=stop)
+    plan = small(1e3, progress=stop)
     assert stop.interrupted and plan.techniques.pipeline > 1
 
 
@@ -261,7 +262,7 @@ def test_an_interrupt_before_there_is_any_answer_ends_all(
 
     monkeypatch.setattr(Front, "evaluated", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        planned(1e4)
+        small(1e3)
 
 
 def test_what_was_planned_and_does_not_fit_is_no_next_best(
@@ -288,7 +289,7 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
     monkeypatch.setattr(chosen, "stages", searched)
     monkeypatch.setattr(chosen, "_better", fits)
     monkeypatch.setattr(chosen, "explain_stages", telling)
-    plan = planned(1e4)
+    plan = small(1e3)
     (best, found), *_ = told
     assert looked[0] not in found and best in found
     assert not any("next best" in note and " at about -" in note for note in plan.notes)

@@ -61,8 +61,8 @@ def test_messages_are_priced_by_the_links_that_the_axis_crosses(order: dict[str,
 
 
 def test_auto_lays_stages_along_the_slow_links_wherever_they_are() -> None:
-    model, batch, loss = built("wide gpt")
-    levels = (Level("node", 2, 1e10, 1e-7), Level("gpu", 2, 1e6, 1e-3))
+    model, batch, loss = built("sequence")
+    levels = (Level("node", 2, 1e10, 1e-7), Level("gpu", 2, 1e7, 1e-4))
     cluster = Cluster("slow inside", GPU, levels, 1 << 36, 0.0)
     plan = mw.plan(model, batch, loss=loss, cluster=cluster, mode="auto")
     assert plan.techniques.pipeline == 2

@@ -18,12 +18,12 @@ MIXES: list[dict[str, Any]] = [
     {**ON_HOST, "schedule": "zero_bubble"},
     {**PARTS, "schedule": "zero_bubble"},
 ]
-PLACES = [  # one rank of each pipeline in the fast tests, the other in the slow ones
+PLACES = [  # one rank of each pipeline in the fast tests, the other in the slow ones; the last two have all techniques
     pytest.param(
         options,
         place,
         id=f"{'-'.join(options)}-{place}",
-        marks=[] if (number + place) % 2 else [pytest.mark.slow],
+        marks=pytest.mark.slow if (number + place) % 2 == 0 else pytest.mark.full if number < 2 else (),
     )
     for number, options in enumerate(MIXES)
     for place in (0, 1)

@@ -19,12 +19,14 @@ from meshwright.predict.goodput import (
     with_restarts,
     young_interval,
 )
+from tests.breadth import quick
 
 LLAMA = Running(ranks=16_384, replicas=128)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("job", [LLAMA, replace(LLAMA, repair=86_400.0, save=60.0, copy_share=0.05)])
+@quick(lambda tier, job: job is LLAMA)
 def test_the_simulation_gives_the_closed_form(tier, job):
     found = goodput(job, Failures(), tier, days=5400.0)
     assert found.simulated == pytest.approx(found.predicted, abs=2e-3)

@@ -24,7 +24,7 @@ from meshwright.runtime.communicator import Alone, Counter
 from meshwright.runtime.node_modules import Recomputed
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
-from tests.breadth import first
+from tests.breadth import first, quick
 
 GPT = gpt.GPTConfig(48, 24, 3, 4, 8, dropout=0.1)
 BUILDS = {
@@ -74,6 +74,7 @@ def alone(name: str, plan: Plan) -> tuple[LocalStep, Any]:
     ids=("3", "2x2, sums kept", "2x2"),
 )
 @pytest.mark.parametrize("name", BUILDS)
+@quick(lambda name, mesh, communication: name != "resnet" and (len(mesh) == 1 or not communication))
 def test_all_made_again_trains_as_one_device(name: str, mesh: dict[str, int], communication: bool) -> None:
     model, batch, loss = built(name)
     pins = PINS.get(name) if "tp" in mesh else None

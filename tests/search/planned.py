@@ -55,6 +55,8 @@ MODELS: dict[str, Any] = {
     "wide gpt-oss": functools.partial(
         mixture, "GptOss", batch=8, num_hidden_layers=10, hidden_size=128, head_dim=32, sliding_window=4
     ),
+    # Quickly planned, and quickest in stages where a link is slow: each module is too small for a layer.
+    "sequence": lambda: sequence(6),
     "wide gpt": functools.partial(zoo.hugging_face, "gpt2", hidden=144, layers=6, batch=12, sequence=12),
 }
 PINS: dict[str, dict[str, dict[str, str]]] = {
@@ -109,6 +111,12 @@ class Transposed(nn.Module):
 def tower(width: int, depth: int, rows: int = 24) -> Any:
     torch.manual_seed(0)
     return Tower(width, depth), {"x": torch.randn(rows, width)}, lambda m, b: m(b["x"])
+
+
+def sequence(depth: int) -> Any:
+    torch.manual_seed(0)
+    modules = [one for _ in range(depth) for one in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*modules), {"x": torch.randn(64, 64)}, lambda m, b: m(b["x"]).square().mean()
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.constraints import honouring, option_on
 from meshwright.search.space.families import named
 from meshwright.search.space.wiring import Ties
+from tests.breadth import quick
 from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight
 
 
@@ -182,6 +183,7 @@ def test_a_second_ctrl_c_interrupts() -> None:
 
 @pytest.mark.parametrize("after", (1, 2, 3))
 @pytest.mark.parametrize("share", (0.5, 0.6, 0.7))
+@quick(lambda share, after: (share, after) in ((0.5, 1), (0.6, 2), (0.7, 3)))
 def test_an_interrupt_under_a_limit_gives_what_fits(share: float, after: int) -> None:
     """Below what the first candidate takes: without anything that fits the search goes on to the first that does."""
     limit = share * tight("wide mlp", "2x2", "auto", "gloo").claims["peak_bytes"]

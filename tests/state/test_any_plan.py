@@ -63,6 +63,10 @@ def pairs(count: int, seed: int) -> list[tuple[str, str, Case, Case]]:
     return found
 
 
+# Models that are quickly built come first.
+PAIRS = sorted(pairs(20, seed=1), key=lambda case: case[0] in ("mixtral", "resnet"))
+
+
 def prove(folder: Path, name: str, optimizer: str, first: Case, second: Case) -> None:
     """One device → the first plan → the second: each rank has its part of what the device had, and saves that."""
     expected = alone_trained(name, folder / "alone", optimizer, seed=3)
@@ -79,7 +83,11 @@ def prove(folder: Path, name: str, optimizer: str, first: Case, second: Case) ->
     run(name, second, lambda step: through(folder / "first", folder / "second", step), optimizer)
 
 
-@pytest.mark.parametrize(("name", "optimizer", "first", "second"), first(6, pairs(20, seed=1)), ids=str)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "first", "second"),
+    first(6, PAIRS),
+    ids=str,
+)
 def test_a_checkpoint_loads_under_another_plan(
     tmp_path: Path, name: str, optimizer: str, first: Case, second: Case
 ) -> None:

@@ -40,7 +40,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "experts, stages": ({}, {"mesh": {"ep": 2}, **EP, "pipeline": 2, "micro_batches": 2}),
 }
-FULL = ("micro-batches", "experts, level 3", "experts, stages")
+# What these have is also in another case.
+FULL = ("micro-batches", "stages", "gpt-oss", "experts, level 3", "experts, stages")
 
 
 def sharded_experts(graph: Graph, experts: int) -> list[int]:

@@ -24,6 +24,7 @@ from meshwright.runtime.kernels import reference_dropout
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
 from meshwright.search.reuse import carried
+from tests.breadth import quick
 from tests.verify.test_pipelines import MIXED, PINS, STAGES, built, planned
 
 CPU = torch.device("cpu")
@@ -93,8 +94,8 @@ def own_plan(found: Forward, name: str, mesh: Any, **options: Any) -> Plan:
     return plan_captured(found.captured, mesh, mode, pins, techniques=techniques_from(options))
 
 
-QUICK = ("gpt", "mlp", "resnet")  # the others are slow together
-EVERY = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RESULTS]
+QUICK = {"gpt": (), "mlp": (), "resnet": pytest.mark.full}  # the others are slow together
+EVERY = [pytest.param(n, marks=QUICK.get(n, pytest.mark.slow)) for n in RESULTS]
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, MIXED], ids=str)
@@ -156,6 +157,9 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", TRAINED)
 @pytest.mark.parametrize("name", ["gpt", pytest.param("t5", marks=pytest.mark.slow)])
+@quick(
+    lambda name, how: how in ("cut", "weights in parts", "kept elsewhere", "1f1b", "a mesh for each stage")
+)
 def test_evaluation_runs_on_the_weights_of_a_training_step(name: str, how: str) -> None:
     """After two steps, between steps, with no second copy of a parameter; and training goes on as if nothing was."""
     model, batch, loss = built(name)

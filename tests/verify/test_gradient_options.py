@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,8 +26,13 @@ PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 LEVELS = (0, 1, 2, 3)
 
 
+@functools.cache
+def built() -> Any:
+    return gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=4)
+
+
 def lowered(mesh: dict[str, int], **techniques: Any) -> tuple[Any, Any, Any, Partition]:
-    model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 1, 4, 8), batch=4)
+    model, batch, loss = built()
     captured = captured_of(model, batch, loss)
     pins = PINS if "tp" in mesh else None
     asked = techniques_from(

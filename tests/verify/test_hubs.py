@@ -26,7 +26,7 @@ from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
 from meshwright.verify.runs import simulated_rank
-from tests.breadth import first
+from tests.breadth import first, quick
 
 BATCH = 6
 BUILDS: dict[str, Callable[[], Any]] = {
@@ -119,6 +119,7 @@ def check(name: str, mesh: dict[str, int], mode: str, draw: random.Random, share
     ids=("2", "2x2", "3"),
 )
 @pytest.mark.parametrize("name", BUILDS)
+@quick(lambda name, mesh, **_: len(mesh) == 2 and name != "gpt2")
 def test_any_hubs_and_any_storage_train_as_one_device(
     name: str, mesh: dict[str, int], mode: str, share: float
 ) -> None:

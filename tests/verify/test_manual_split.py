@@ -19,6 +19,7 @@ from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import held_boxes
 from meshwright.redistribute.oracle import assemble, execute, scatter
 from meshwright.verify.runs import OPTIMIZERS, simulate
+from tests.breadth import quick
 
 ROWS = (10, 20, 30, 4)
 
@@ -59,6 +60,7 @@ def built(rows=ROWS, padding: int | None = None, batch: int = 6):
         ({"tp": 4}, (5, 1, 7, 2, 9), "[24:5+1+7+2+9/tp0.tp1, 6]"),  # 2, 1, 2, none
     ],
 )
+@quick(lambda mode, **_: mode == "semi_auto")
 def test_columns_and_their_rows_are_cut_alike(mesh, rows, held: str, mode: str) -> None:
     model, batch, loss = built(rows)
     pins = {"table": {"c": "tp"} | ({"a0": "dp"} if "dp" in mesh else {})}
@@ -142,6 +144,7 @@ class Sharded(torch.nn.Module):
         ((((1, 2), (2, 2)), ((1, 2, 2),)), "[64:10+20+30+4/{0}, 8/{1}]"),
     ],
 )
+@quick(lambda mode, **_: mode == "semi_auto")
 def test_a_strategy_splits_columns_and_their_rows(how, held: str, mode: str) -> None:
     torch.manual_seed(0)
     ids, model = built()[1]["ids"], Sharded(*how)

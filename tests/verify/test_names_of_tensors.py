@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from tests.breadth import quick
 
 NAMES = (
     "linear",
@@ -82,6 +83,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     ],
     ids=["data parallel", "tensor parallel", "level 3", "copies", "pipeline"],
 )
+@quick(lambda options: "tp" in options["mesh"] or "optimizer_parallel" in options)
 def test_names_decide_nothing(options: dict[str, Any]) -> None:
     model, batch = built()
     mw.verify(model, batch, loss=loss, **options).raise_if_different()

@@ -83,7 +83,7 @@ def prove(name: str, *meshes: Mapping[str, int], **options: Any) -> None:
         ("gpt", (ONE, CUT), {"schedule": "zero_bubble_v"}),
         ("llama", (ONE, CUT, TWO), {"micro_batches": 3}),
         pytest.param("t5", (CUT, TWO), {}, marks=pytest.mark.slow),
-        ("resnet", (TWO, ONE), {}),
+        pytest.param("resnet", (TWO, ONE), {}, marks=pytest.mark.full),
     ],
 )
 def test_stages_on_meshes_of_their_own_compute_what_one_device_does(
@@ -95,14 +95,14 @@ def test_stages_on_meshes_of_their_own_compute_what_one_device_does(
 @pytest.mark.parametrize(
     "options",
     first(
-        6,
+        3,
         (
-            {"optimizer_parallel": 2, "threshold_kb": 0, "gradient_accumulation_shard": True},
             {"optimizer_parallel": 3, "threshold_kb": 0, "recompute": "full"},
             {"interleave": 2},
+            {"offload": ("parameters",), "threshold_kb": 0},
+            {"optimizer_parallel": 2, "threshold_kb": 0, "gradient_accumulation_shard": True},
             {"slice_activation": True},
             {"offload": ("activations", "optimizer")},
-            {"offload": ("parameters",), "threshold_kb": 0},
             {"optimizer_parallel": 1, "threshold_kb": 0},
             {"micro_batches": 1},
         ),
@@ -120,7 +120,7 @@ def test_a_tied_weight_that_is_cut_otherwise_on_its_ranks_stays_equal() -> None:
     assert layouts[0] != layouts[1]
 
 
-@pytest.mark.parametrize("name", ["gpt", "deep"])
+@pytest.mark.parametrize("name", first(1, ("gpt", "deep")))
 def test_a_plan_file_has_the_plans_of_all_places(tmp_path: Path, name: str) -> None:
     plan = planned(name, TWO, CUT)
     plan.save(tmp_path / "plan.json")
@@ -210,12 +210,15 @@ def far_apart(ranks: int) -> Cluster:
 
 @pytest.mark.parametrize(
     ("name", "meshes", "options"),
-    [
-        ("gpt", (TWO, CUT), {}),
-        ("gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}),
-        ("llama", (FOUR, MIXED), {"micro_batches": 1, "optimizer_parallel": 2, "threshold_kb": 0}),
-        ("gpt", (TWO, CUT), {"recompute": "full"}),
-    ],
+    first(
+        2,
+        (
+            ("gpt", (TWO, CUT), {}),
+            ("llama", (FOUR, MIXED), {"micro_batches": 1, "optimizer_parallel": 2, "threshold_kb": 0}),
+            ("gpt", (CUT, CUT), {"schedule": "zero_bubble", "micro_batches": 3}),
+            ("gpt", (TWO, CUT), {"recompute": "full"}),
+        ),
+    ),
 )
 def test_what_ranks_pass_on_to_one_another_crosses_once(
     name: str, meshes: tuple[Mapping[str, int], ...], options: dict[str, Any]

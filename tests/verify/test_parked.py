@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 
 
 IN_OTHERS = (
+    "gpt, copies",
     "gpt, states too",
     "llama, level 3, states too",
     "resnet",

@@ -17,6 +17,7 @@ from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.micro_batches import StepBatch
 from meshwright.runtime.sharded_update import ScatterBucket
 from meshwright.runtime.step import LocalStep
+from tests.breadth import quick
 from tests.verify.test_pipelines import MIXED, STAGES, built, planned, prove, steps_of
 
 SMALL = {"threshold_kb": 0}
@@ -46,7 +47,13 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-ALSO_IN_A_MIX = ("states on the host", "parameters on the host", "slices", "parts of gradients added up")
+ALSO_IN_A_MIX = (
+    "states on the host",
+    "activations on the host",
+    "parameters on the host",
+    "slices",
+    "parts of gradients added up",
+)
 TURNS = [  # one schedule for each mix, the other in the slow tests
     pytest.param(
         mix,
@@ -79,6 +86,7 @@ def test_all_schedules_of_other_models_do(mix: str, schedule: str, name: str) ->
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("offload", [(), ("optimizer",)])
+@quick(lambda schedule, offload: bool(offload) == (schedule == "1f1b"))
 def test_tables_on_the_host_beside_stages(schedule: str, offload: tuple[str, ...]) -> None:
     model, batch, loss = recommender.build(batch=8)
     for table in model.deep_tables:
@@ -161,6 +169,7 @@ def test_a_copy_that_reads_the_other_ones_examples_is_found(monkeypatch: pytest.
 
 @pytest.mark.parametrize("schedule", ("zero_bubble", "zero_bubble_v"))
 @pytest.mark.parametrize("more", ({}, {"gradient_accumulation_shard": True}), ids=("", "shard"))
+@quick(lambda schedule, more: bool(more) == (schedule == "zero_bubble"))
 def test_weights_that_are_gathered_together_get_their_gradients_at_once(
     schedule: str, more: dict[str, Any]
 ) -> None:

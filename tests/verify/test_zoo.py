@@ -11,7 +11,7 @@ import torch
 
 import meshwright as mw
 from meshwright.examples import gpt, mlp, recommender, zoo
-from tests.breadth import first
+from tests.breadth import first, quick
 
 PINS: dict[str, dict[str, str]] = {
     "mlp": {"up.*": "n"},
@@ -80,7 +80,7 @@ def test_every_model_alone_in_its_own_dtype(name: str) -> None:
     report.raise_if_different()
 
 
-@pytest.mark.parametrize("name", first(2, ("llama", "resnet", "gpt", "gpt2")))
+@pytest.mark.parametrize("name", first(1, ("gpt", "llama", "resnet", "gpt2")))
 def test_float32_on_a_square_mesh(name: str) -> None:
     model, batch, loss = built(name)
     pins = {pattern: {letter: "tp"} for pattern, letter in PINS[name].items()}
@@ -91,7 +91,8 @@ def test_float32_on_a_square_mesh(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ("data_parallel", "sharding_propagation"))
-@pytest.mark.parametrize("name", first(1, ("gpt", "gpt2", "t5")))
+@pytest.mark.parametrize("name", ("gpt", "gpt2", "t5"))
+@quick(lambda name, mode: name == "gpt" and mode == "sharding_propagation")
 def test_dropout_is_proved_with_one_devices_masks(name: str, mode: str) -> None:
     build = gpt.build if name == "gpt" else functools.partial(zoo.hugging_face, name)
     model, batch, loss = build(batch=4, dropout=0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -77,40 +78,45 @@ def test_no_combination_is_quicker(model: str, mesh: str, share: float, pieces: 
 
 
 @functools.cache
-def tight(share: float) -> Plan:
-    return planned("wide gpt", "2x2", share)
+def tight(model: str, mesh: str, share: float) -> Plan:
+    return planned(model, mesh, share)
+
+
+DEEP = ("wide gpt", "2x2", 0.28)
+TIGHT = first(1, (("wide mlp", "2", 0.3), DEEP, ("wide gpt", "2x2", 0.4)))
 
 
 def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None:
-    plan = tight(0.5)
+    plan = tight("wide gpt", "2x2", 0.5)
     assert not plan.techniques.non_defaults() and plan.claims["gaps"]["step"] < 0.01
     assert plan.claims["peak_bytes"] <= 0.5 * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
     assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
 
 
-@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
-def test_every_rank_of_what_was_chosen_is_within_the_limit(share: float) -> None:
-    plan = tight(share)
-    found = peaks("wide gpt", plan, cluster("gpu", "2x2"))
+@pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
+def test_every_rank_of_what_was_chosen_is_within_the_limit(model: str, mesh: str, share: float) -> None:
+    plan = tight(model, mesh, share)
+    found = peaks(model, plan, cluster("gpu", mesh))
     assert plan.techniques.non_defaults(), "nothing was chosen, so nothing is shown"
-    assert max(p.bytes for p in found) <= share * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
+    assert max(p.bytes for p in found) <= share * free(model, mesh, "auto").claims["peak_bytes"]
     assert plan.claims["peak_bytes"] == pytest.approx(found[0].bytes)
 
 
-@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
-def test_what_was_chosen_computes_what_one_device_computes(share: float) -> None:
-    net, batch, loss = built("wide gpt")
-    mw.verify(net, batch, loss=loss, plan=tight(share)).raise_if_different()
+@pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
+def test_what_was_chosen_computes_what_one_device_computes(model: str, mesh: str, share: float) -> None:
+    net, batch, loss = built(model)
+    mw.verify(net, batch, loss=loss, plan=tight(model, mesh, share)).raise_if_different()
 
 
+@pytest.mark.full  # the test after the next shows it of activations
 def test_weights_or_activations_go_to_the_host() -> None:
-    plan = tight(0.28)
+    plan = tight(*DEEP)
     assert {"activations", "parameters"}.intersection(plan.techniques.offload), str(plan.techniques)
 
 
 @pytest.mark.full  # another search; the next test shows it of activations
 def test_weights_or_activations_go_to_the_host_where_that_is_quicker_than_computing_again() -> None:
-    plan = tight(0.28)
+    plan = tight(*DEEP)
     held = planned("wide gpt", "2x2", 0.28, offload=("optimizer",), slice_activation=False)
     assert plan.claims["step_seconds"] <= 0.98 * held.claims["step_seconds"]
 
@@ -154,10 +160,11 @@ def test_where_memory_suffices_nothing_is_chosen() -> None:
     assert not {"recompute", "micro_batches", "offload"} & set(plan.techniques.non_defaults())
 
 
-def test_each_open_technique_is_explained() -> None:
-    said = [note for note in tight(0.28).notes if note.startswith("auto chose")]
+@pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
+def test_each_open_technique_is_explained(model: str, mesh: str, share: float) -> None:
+    said = [note for note in tight(model, mesh, share).notes if note.startswith("auto chose")]
     words = [note.removeprefix("auto chose ").removeprefix("no ") for note in said]
-    assert [word.replace(";", "=").split("=")[0] for word in words] == [
+    assert [re.split("[;=:]", word)[0] for word in words] == [
         "recompute",
         "micro_batches",
         "slice_activation",
@@ -167,9 +174,9 @@ def test_each_open_technique_is_explained() -> None:
     assert any("fit" in note for note in said)
 
 
-@pytest.mark.parametrize("share", first(1, (0.28, 0.4)))
-def test_nothing_that_was_simulated_is_quicker(share: float) -> None:
-    said = [note for note in tight(share).notes if "next best" in note]
+@pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
+def test_nothing_that_was_simulated_is_quicker(model: str, mesh: str, share: float) -> None:
+    said = [note for note in tight(model, mesh, share).notes if "next best" in note]
     assert said and not any(" at -" in note for note in said), said
 
 
@@ -194,7 +201,7 @@ def test_micro_batches_that_would_be_inexact_are_not_chosen() -> None:
 
 
 def test_a_plan_and_its_file_say_the_same() -> None:
-    plan = tight(0.28)
+    plan = tight("wide mlp", "2", 0.3)
     assert Plan.from_json(plan.to_json()).techniques == plan.techniques
 
 

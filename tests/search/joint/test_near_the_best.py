@@ -88,6 +88,7 @@ def combinations(name: str, host: float, limit: float, over: dict[str, tuple[Any
     ],
     ids=lambda value: "few" if value is FEW else "all" if value is ALL else str(value),
 )
+@pytest.mark.full  # test_joint.py compares with fewer combinations
 def test_what_auto_chooses_is_near_the_best_that_fits(
     name: str, host: float, share: float, over: dict[str, tuple[Any, ...]]
 ) -> None:
