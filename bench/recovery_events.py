@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import signal
 import subprocess
@@ -33,18 +34,20 @@ WARM_STEPS = 10  # before an event
 LAST_STEPS = 12  # after it
 DOWN_SECONDS = 20.0
 SLOW_SECONDS = 10.0
+ANY_MOMENT_SECONDS = 1.0  # a kill follows no step at once
 PORT = 29517
 ALONE = [Machine("127.0.0.1")]
 
 
 @dataclass
 class Job:
-    """A launched job, of which every machine may be started again. `options`: of `meshwright run`."""
+    """A launched job, of which every machine may be started again. `options`: of `meshwright run`; `plan`: of
+    `recovery_run`."""
 
     folder: Path
     places: list[Machine]
     options: tuple[object, ...]
-    replicas: bool = False
+    plan: tuple[str, ...] = ()
     ranks: int = 2
     machines: int = 1  # of `places`, with which it begins
     nnodes: str = ""  # MIN:MAX; else it is as many
@@ -82,7 +85,7 @@ class Job:
         count = self.machines
         one = "--node-rank" if place < count else "--node-id"
         several = ("--nnodes", self.nnodes or count, one, place, "--master", self.master) if count > 1 else ()
-        script = (SCRIPT, self.folder, 10**6, *(("replicas",) if self.replicas else ()))
+        script = (SCRIPT, self.folder, 10**6, *self.plan)
         words = ("run", "--nproc", self.each, *several, *self.options, *script)
         self.running[place] = self._popen(place, *words)
 
@@ -153,7 +156,9 @@ class Job:
 
 
 def rank_killed(job: Job) -> tuple[Found | None, str]:
-    known, moment = job.warm(), time.time()
+    known = job.warm()
+    time.sleep(random.uniform(0, ANY_MOMENT_SECONDS))
+    moment = time.time()
     os.kill(job.pid(1), signal.SIGKILL)
     if "continue" in job.options:
         return job.next(moment, lambda line: line.ranks < job.ranks), ""
@@ -172,6 +177,7 @@ def rank_back(job: Job) -> tuple[Found | None, str]:
 
 def machine_lost(job: Job) -> tuple[Found | None, str]:
     known = job.warm()
+    time.sleep(random.uniform(0, ANY_MOMENT_SECONDS))
     moment = job.kill(1)
     del job.running[1]
     return job.next(moment, lambda line: line.pid not in known), ""
@@ -244,6 +250,7 @@ def machine_added(job: Job) -> tuple[Found | None, str]:
 
 RESTART = ("--max-restarts", 3)
 ELASTIC = (*RESTART, "--last-call", 1)
+REPLICAS = ("replicas",)
 CONTINUE = ("--on-failure", "continue", "--max-restarts")
 
 
@@ -255,34 +262,48 @@ class Event:
     how: str
     run: Callable[[Job], tuple[Found | None, str]]
     options: tuple[object, ...] = RESTART
-    replicas: bool = False
+    plan: tuple[str, ...] = ()
     ranks: int = 2
     machines: int = 1
     nnodes: str = ""
     scheduler: bool = False
 
     def job(self, folder: Path, places: list[Machine]) -> Job:
-        how = (self.replicas, self.ranks, self.machines, self.nnodes, self.scheduler)
+        how = (self.plan, self.ranks, self.machines, self.nnodes, self.scheduler)
         return Job(folder, places, self.options, *how)
 
 
 EVENTS = {
     "rank": Event("rank killed", "all restart", rank_killed),
-    "rank-continue": Event("rank killed", "the others go on", rank_killed, (*CONTINUE, 0), True, 3),
-    "rank-back": Event("rank back", "it joins", rank_back, (*CONTINUE, 1), True, 3),
+    "rank-continue": Event("rank killed", "the others go on", rank_killed, (*CONTINUE, 0), REPLICAS, 3),
+    "rank-back": Event("rank back", "it joins", rank_back, (*CONTINUE, 1), REPLICAS, 3),
+    "rank-memory": Event("rank killed", "all restart, from memory", rank_killed, plan=("zero", "memory")),
     "machine": Event("machine killed and back", "all restart", machine_killed, machines=2),
     "scheduler": Event("scheduler killed and back", "nothing", scheduler_killed, machines=2, scheduler=True),
     "network": Event("network down for 20 s", "all wait", network_down, machines=2),
     "slow": Event("slow machine", "all wait", machine_slow, machines=2),
     "added": Event("machine added", "nothing", machine_added, machines=2),
     "elastic-lost": Event(
-        "machine killed, --nnodes 2:3", "the others begin again", machine_lost, ELASTIC, False, 3, 3, "2:3"
+        "machine killed, --nnodes 2:3", "the others begin again", machine_lost, ELASTIC, (), 3, 3, "2:3"
     ),
+    **{
+        f"memory-{plan}": Event(
+            f"machine killed, --nnodes 2:3, {title}",
+            "the others begin again, from memory",
+            machine_lost,
+            ELASTIC,
+            (plan, "memory"),
+            3,
+            3,
+            "2:3",
+        )
+        for plan, title in (("zero", "ZeRO"), ("tensor", "tensor parallel"), ("stages", "pipeline"))
+    },
     "elastic-back": Event(
-        "machine back, --nnodes 2:3", "all begin again", machine_back, ELASTIC, False, 3, 3, "2:3"
+        "machine back, --nnodes 2:3", "all begin again", machine_back, ELASTIC, (), 3, 3, "2:3"
     ),
     "elastic-added": Event(
-        "machine added, --nnodes 2:3", "all begin again", machine_joins, ELASTIC, False, 2, 2, "2:3"
+        "machine added, --nnodes 2:3", "all begin again", machine_joins, ELASTIC, (), 2, 2, "2:3"
     ),
 }
 

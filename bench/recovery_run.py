@@ -1,8 +1,9 @@
 """What `bench.recovery` disturbs: training with dropout, a shuffled loader and saves beside the steps. Each rank writes
-its process down before all else, and then every loss, bit for bit. Its optimizer is sharded, or with a third argument
-`replicas` each rank holds all. A file `last` in the folder ends the job after the step that it names.
+its process down before all else, and then every loss, bit for bit. A file `last` in the folder ends the job after the
+step that it names. PLAN: `zero` (the optimizer is sharded), `replicas` (each rank holds all), `tensor` (perceptrons are
+split), `stages` (a pipeline); `memory`: copies of each step, in memory.
 
-    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS [replicas]
+    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS [PLAN [memory]]
 """
 
 from __future__ import annotations
@@ -12,12 +13,25 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 EVERY = 3  # steps from save to save
 SEQUENCE = 8
 
 
-def main(folder: Path, steps: int, replicas: bool = False) -> None:
+def options(plan: str, ranks: int) -> dict[str, Any]:
+    """The mesh and techniques of a plan for some ranks."""
+    match plan:
+        case "replicas":
+            return {"mesh": ranks}
+        case "tensor":
+            return {"mesh": {"tp": ranks}, "mode": "sharding_propagation", "pins": {"*up": {"n": "tp"}}}
+        case "stages":
+            return {"mesh": ranks, "pipeline": ranks, "micro_batches": 4}
+    return {"mesh": ranks, "optimizer_parallel": 2, "threshold_kb": 0}
+
+
+def main(folder: Path, steps: int, plan: str = "zero", memory: str = "") -> None:
     """Train until so many steps are done, from wherever the checkpoints in the folder are."""
     rank = os.environ["RANK"]
     (folder / f"pid{rank}").write_text(str(os.getpid()))  # before the imports, which may be killed as well
@@ -29,23 +43,23 @@ def main(folder: Path, steps: int, replicas: bool = False) -> None:
     from meshwright.examples import gpt
 
     torch.manual_seed(0)
-    model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 2, 4, SEQUENCE, dropout=0.1), batch=8)
+    model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 3, 6, SEQUENCE, dropout=0.1), batch=8)
     model = model.double()  # then a step too many is seen beside what rounds
     tokens = torch.randint(0, 48, (80, SEQUENCE + 1))
     samples = [{"ids": row[:-1], "targets": row[1:]} for row in tokens]
-    how = {} if replicas else {"optimizer_parallel": 2, "threshold_kb": 0}
     step = mw.train_step(
         model,
         lambda p: torch.optim.AdamW(p, lr=1e-2),
         batch,
         loss=loss,
-        mesh=int(os.environ["WORLD_SIZE"]),
         cache=folder / "captures",
         exact_random=True,  # those of one device, for every number of ranks
-        **how,
+        **options(plan, int(os.environ["WORLD_SIZE"])),
     )
     loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True), step)
-    autosave = mw.Autosave(step, folder / "ckpt", every=EVERY, data=loader, async_=True)
+    autosave = mw.Autosave(
+        step, folder / "ckpt", every=EVERY, data=loader, async_=True, memory_every=int(memory == "memory")
+    )
     with (folder / f"losses{rank}").open("a") as losses:
         while step.steps < steps:
             for part in loader:
@@ -53,8 +67,10 @@ def main(folder: Path, steps: int, replicas: bool = False) -> None:
                 told = (step.steps, value.hex(), f"{time.time():.4f}", step.mesh.size, os.getpid())
                 losses.write(" ".join(map(str, told)) + "\n")
                 losses.flush()
-                time.sleep(0.02)  # so that a kill meets a step, a save, or what lies between
                 autosave()
+                time.sleep(
+                    0.1 if memory else 0.02
+                )  # so that a kill meets a step, a save, or what lies between
                 if (folder / "last").exists():
                     steps = int((folder / "last").read_text())
                 if step.steps >= steps:
@@ -67,4 +83,4 @@ def main(folder: Path, steps: int, replicas: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["replicas"])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

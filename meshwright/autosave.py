@@ -27,6 +27,7 @@ from meshwright.checkpoint.agree import confirm, from_first
 from meshwright.checkpoint.folder import as_path, own, write_atomically
 from meshwright.checkpoint.load import Loaded
 from meshwright.checkpoint.lock import Lock
+from meshwright.checkpoint.memory import Copies
 from meshwright.checkpoint.save import check_keep
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, PeerLost, a_type
@@ -58,6 +59,7 @@ class Autosave:
         data: Any = None,
         async_: bool = False,
         keep: int | None = 2,
+        memory_every: int = 0,
     ) -> None:
         """Load the newest undamaged checkpoint in `path`, if there is one. Every rank calls it.
 
@@ -66,6 +68,9 @@ class Autosave:
             path: A folder that all ranks share.
             every: Steps between two saves.
             data: As in `TrainStep.save`, and so are `async_` and `keep`.
+            memory_every: Steps between two copies into memory, 0 for none: each rank's part on its machine, and on
+                another one if there are several. Under `meshwright run` a job that begins again goes on from them, if
+                they are newer than the checkpoints. With `async_` copies are sent beside the next steps.
 
         Raises CheckpointError.
         """
@@ -79,13 +84,26 @@ class Autosave:
             raise CheckpointError(
                 f"every={every!r} steps", why="a whole number is expected", hint="every=100"
             )
+        if not is_whole(memory_every) or memory_every < 0:
+            raise CheckpointError(
+                f"memory_every={memory_every!r} steps",
+                why="a whole number is expected",
+                hint="memory_every=1",
+            )
         check_keep(keep)
         check_switches(async_=async_)
         self.step, self.path, self.every, self.data = step, as_path(path), every, data
         self.async_, self.keep = async_, keep
         # Its folder is locked now, and not when the first save is due. A rank that has joined meets no others here.
         self._lock = None if step.joined else self._own()
-        self.loaded: Loaded | None = step.resume(path, data=data)
+        self.memory_every = memory_every
+        self.copies: Copies | None = None
+        self.loaded: Loaded | None = None
+        # Replicas that go on without a lost rank have all that a copy has.
+        if memory_every and step.survival is None:
+            self.loaded, self.copies = step.in_memory(self.path, data=data, async_=async_)
+        if self.loaded is None:
+            self.loaded = step.resume(path, data=data)
         self.saved = step.steps if self.loaded is not None or step.joined else -1
         word = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("meshwright-")
         if step.survival is None or not word:
@@ -116,6 +134,9 @@ class Autosave:
         now, last = self.step.steps, self._last_step()
         if 0 <= last <= now:
             self._end()
+        if self.copies is not None and now % self.memory_every == 0 and now != self.copies.newest:
+            with self.step.local.state.access.inside():
+                self.copies.write(self.data)
         if now % self.every == 0 and now != self.saved:
             self.saved = now
             try:
@@ -129,6 +150,8 @@ class Autosave:
     def close(self) -> None:
         """Wait for a running save and restore the signal handlers. Raises CheckpointError."""
         self.step.wait()
+        if self.copies is not None:
+            self.copies.close()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

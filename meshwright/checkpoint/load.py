@@ -33,7 +33,7 @@ from meshwright.checkpoint.step_state import (
 from meshwright.checkpoint.user_data import from_plain, give_back
 from meshwright.core.layout import TensorLayout
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
-from meshwright.redistribute.boxes import held_boxes
+from meshwright.redistribute.boxes import HeldBox, held_boxes
 from meshwright.runtime.step import LocalStep
 
 T = TypeVar("T")
@@ -70,11 +70,28 @@ def load(
     is passed over since it is not whole. Raises CheckpointError on all ranks."""
     path = _same_path(step, path, "loads from")
     first = step.world.rank == 0  # others might see a newer one, if somebody saves meanwhile
-    place = _together(step, path, lambda: str(resolved(path)) if first else "")
+    place = together(step, path, lambda: str(resolved(path)) if first else "")
     found_at = Path(from_first(step, place))
     for sentence in passed_over(path, found_at) if first else ():
         told(sentence)
-    index = _together(step, path, lambda: _opened(step, found_at, optimizer, temporary, cast))
+    return load_from(
+        step, path, found_at, data=data, optimizer=optimizer, random=random, cast=cast, temporary=temporary
+    )
+
+
+def load_from(
+    step: LocalStep,
+    path: Path,
+    found_at: Path,
+    *,
+    data: Any = None,
+    optimizer: bool = True,
+    random: bool = True,
+    cast: bool = False,
+    temporary: Collection[str] = (),
+) -> Loaded:
+    """`load` of one checkpoint, which each rank may find in a folder of its own. `path`: where others may be."""
+    index = together(step, path, lambda: _opened(step, found_at, optimizer, temporary, cast))
     if data is not None and index.data is None:  # so on all ranks
         raise CheckpointError(
             "there is no data= in the checkpoint",
@@ -85,7 +102,7 @@ def load(
     taken = optimizer and index.optimizer is not None
     found = from_plain(index.data)
     if data is not None:
-        _together(step, path, lambda: give_back(found, data, only_look=True))
+        together(step, path, lambda: give_back(found, data, only_look=True))
 
     def read() -> dict[str, torch.Tensor]:
         states = random_of(index, step) if random else {}
@@ -95,17 +112,17 @@ def load(
             _load_optimizer(index, step, cast)
         return states
 
-    _together(step, path, lambda: _check_parts(index, step, taken))
+    together(step, path, lambda: _check_parts(index, step, taken))
     with torch.no_grad():
-        states = _together(step, path, read)
+        states = together(step, path, read)
         step.state.publish()
     step.rank.step = index.step
     if index.seed is not None:
         step.rank.seed = index.seed
     if data is not None:
-        _together(step, path, lambda: give_back(found, data))
+        together(step, path, lambda: give_back(found, data))
     if random:  # after all else: who goes on from a position may draw numbers
-        _together(step, path, lambda: set_random_state(states, step.rank.device) if states else None)
+        together(step, path, lambda: set_random_state(states, step.rank.device) if states else None)
     return Loaded(index.path, index.step, found, taken, bool(states))
 
 
@@ -114,7 +131,7 @@ def resume(step: LocalStep, path: str | Path, *, told: Told, **options: Any) -> 
 
     `told` is called on rank 0 with a sentence for each one that is damaged. Raises CheckpointError."""
     first, path = step.world.rank == 0, _same_path(step, path, "resumes from")
-    there = _together(step, path, lambda: [str(p) for p in in_turn(path)] if first else [])
+    there = together(step, path, lambda: [str(p) for p in in_turn(path)] if first else [])
     found = json.loads(from_first(step, json.dumps(there)))
     for sentence in passed_over(path, Path(found[0]) if found else path) if first else ():
         told(sentence)
@@ -148,7 +165,7 @@ def _same_path(step: LocalStep, given: str | Path, does: str) -> Path:
     return path
 
 
-def _together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
+def together(step: LocalStep, path: Path, do: Callable[[], T]) -> T:
     """Do something on every rank; an error of one is raised on all."""
     problem, found = None, None
     try:
@@ -206,11 +223,17 @@ def _state_parts(index: Index, step: LocalStep) -> Iterator[tuple[str, TensorLay
 def _check_parts(index: Index, step: LocalStep, optimizer: bool) -> None:
     """Raise CheckpointError for a part of a tensor that is damaged or not there, before the step is touched. What is
     read twice so is in the host's memory the second time, as far as that goes, and nothing else is held."""
-    wanted = [(name, layout) for name, _, layout in _model_parts(index, step)]
+    for name, held in wanted(index, step, optimizer):
+        check_met(index, name, held)
+
+
+def wanted(index: Index, step: LocalStep, optimizer: bool) -> Iterator[tuple[str, Sequence[HeldBox]]]:
+    """List the tensors of a checkpoint of which this rank reads boxes."""
+    found = [(name, layout) for name, _, layout in _model_parts(index, step)]
     if optimizer and step.optimizer is not None:
-        wanted += _state_parts(index, step)
-    for name, layout in wanted:
-        check_met(index, name, held_boxes(layout, step.mesh, step.rank.comm.rank))
+        found += _state_parts(index, step)
+    for name, layout in found:
+        yield name, held_boxes(layout, step.mesh, step.rank.comm.rank)
 
 
 def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
@@ -248,15 +271,29 @@ def _load_optimizer(index: Index, step: LocalStep, cast: bool) -> None:
         optimizer.state[leaf] = state
 
 
+def generators_of(index: Index, step: LocalStep) -> str:
+    """How the names of the states begin that this rank's generators take."""
+    return f"{RANDOM}{step.world.rank % index.world}."
+
+
 def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     """The states of this rank's generators. Of a rank that was not there when they were saved there are none: its
     generators are begun anew, from the state of one that was and its own number."""
     if not index.world:
         return {}
-    mine = step.world.rank
-    rank = f"{RANDOM}{mine % index.world}."
+    mine, rank = step.world.rank, generators_of(index, step)
     found = {n[len(rank) :]: torch.from_numpy(index.full(n)) for n in index.tensors if n.startswith(rank)}
     return found if mine < index.world or "torch" not in found else begun_anew(found, mine)
 
 
-__all__ = ["Loaded", "load", "newest_sound", "random_of", "resume"]
+__all__ = [
+    "Loaded",
+    "generators_of",
+    "load",
+    "load_from",
+    "newest_sound",
+    "random_of",
+    "resume",
+    "together",
+    "wanted",
+]

@@ -77,19 +77,7 @@ def write(path: Path, tensors: Sequence[Tensor], notes: Mapping[str, str] | None
 
     Raises CheckpointError where the disk is full or the file cannot be; what was begun is removed then.
     """
-    head: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
-    end = 0
-    for tensor in tensors:
-        head[tensor.key] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.size_bytes],
-        }
-        end += tensor.size_bytes
-    text = json.dumps(head, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors lie as their elements ask for
-    lead = len(text).to_bytes(8, "little") + text
-    places: dict[str, Place] = {}
+    lead, places = lead_of(tensors, notes), dict[str, Place]()
     try:
         with path.open("wb") as file:
             file.write(lead)
@@ -108,6 +96,22 @@ def write(path: Path, tensors: Sequence[Tensor], notes: Mapping[str, str] | None
         path.unlink(missing_ok=True)
         raise cannot_write(path, error) from None
     return Written(offset, len(lead), zlib.crc32(lead), places)
+
+
+def lead_of(tensors: Sequence[Tensor], notes: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a file, before its tensors."""
+    head: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
+    end = 0
+    for tensor in tensors:
+        head[tensor.key] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.size_bytes],
+        }
+        end += tensor.size_bytes
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors lie as their elements ask for
+    return len(text).to_bytes(8, "little") + text
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
@@ -249,6 +253,7 @@ __all__ = [
     "cannot_write",
     "crc_of",
     "damaged",
+    "lead_of",
     "read_head",
     "read_into",
     "same_bytes",

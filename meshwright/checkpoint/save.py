@@ -15,25 +15,15 @@ import torch
 
 from meshwright import heartbeat
 from meshwright.checkpoint.agree import confirm, from_first, packed, unpacked
+from meshwright.checkpoint.collect import Part, bytes_of, collected
 from meshwright.checkpoint.folder import as_path, begin, own
-from meshwright.checkpoint.index import RANDOM, key_of
 from meshwright.checkpoint.lock import Lock
-from meshwright.checkpoint.ownership import own_pieces
-from meshwright.checkpoint.rng import random_state
 from meshwright.checkpoint.safetensors_io import Tensor
-from meshwright.checkpoint.step_state import (
-    SAFE_NAMES,
-    kept_inputs,
-    model_items,
-    optimizer_values,
-    state_items,
-)
-from meshwright.checkpoint.user_data import to_plain
+from meshwright.checkpoint.step_state import kept_inputs
 from meshwright.checkpoint.write import Job
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, MeshwrightError, PeerLost
 from meshwright.plan.plan import Plan
-from meshwright.redistribute.boxes import Box, full_box
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.rendezvous import late
 from meshwright.runtime.step import LocalStep
@@ -78,7 +68,8 @@ class Saves:
         temporary, final = self._agree(path)
         note, problem = {}, None
         try:
-            tensors, note = self._collected(data, copied=async_)
+            parts, note = collected(self.step, data, self.temporary)
+            tensors = [_tensor(part, copied=async_) for part in parts]
         except MeshwrightError as error:
             tensors, problem = [], error
         rank, world = self.step.world.rank, self.step.world.mesh.size
@@ -171,43 +162,12 @@ class Saves:
             raise
         return Path(made), Path(named)
 
-    def _collected(self, data: Any, copied: bool) -> tuple[list[Tensor], dict[str, Any]]:
-        """Collect all that this rank writes: tensors, and a record of everything else."""
-        step = self.step
-        place = 0 if step.pipe is None else step.pipe.comm.place
-        tensors: list[Tensor] = []
-        boxes: dict[str, list[Any]] = {}
-        empty: dict[str, list[Any]] = {}
 
-        def add(name: str, part: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
-            if part.dtype not in SAFE_NAMES:
-                raise CheckpointError(f"{name} is {part.dtype}, which safetensors does not have")
-            key = key_of(name, shape, box)
-            held = torch.empty(part.shape, dtype=part.dtype).copy_(part) if copied else part
-            tensors.append(Tensor(key, SAFE_NAMES[part.dtype], box.shape, lambda: bytes_of(held)))
-            boxes[key] = [name, list(shape), list(box.start), list(box.shape)]
-
-        for item in (*model_items(step), *state_items(step)):
-            if place not in item.places:
-                continue
-            size, rank = item.tensor.element_size(), step.rank.comm.rank
-            outer = full_box(tuple(item.tensor.shape))
-            for piece in own_pieces(item.name, item.layout, size, step.mesh, rank, place, item.places):
-                add(item.name, item.tensor[piece.here.within(outer)], item.layout.shape, piece.box)
-            if not full_box(item.layout.shape).numel:
-                empty[item.name] = [SAFE_NAMES[item.tensor.dtype], list(item.layout.shape)]
-        for kind, state in random_state(step.rank.device).items():
-            add(f"{RANDOM}{step.world.rank}.{kind}", state, tuple(state.shape), full_box(tuple(state.shape)))
-        note = {
-            "boxes": boxes,
-            "empty": empty,
-            "optimizer": optimizer_values(step),
-            "data": to_plain(data, "data"),
-            "step": step.rank.step,
-            "seed": step.rank.seed,
-            "temporary": self.temporary,
-        }
-        return tensors, note
+def _tensor(part: Part, *, copied: bool) -> Tensor:
+    """A part as it is written; `copied`: as it is now, whatever the next steps do."""
+    x = part.tensor
+    held = torch.empty(x.shape, dtype=x.dtype).copy_(x) if copied else x
+    return Tensor(part.key, part.dtype, part.box.shape, lambda: bytes_of(held))
 
 
 def check_keep(keep: Any) -> None:
@@ -220,14 +180,9 @@ def check_keep(keep: Any) -> None:
         )
 
 
-def bytes_of(part: torch.Tensor) -> memoryview:
-    """The elements of a tensor as they stand in a file."""
-    return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def ties_of(step: LocalStep) -> dict[str, str]:
     """Further names of tied parameters → the one under which they are saved."""
     return {alias: entry.target for entry in kept_inputs(step) for alias in entry.ties}
 
 
-__all__ = ["Saves", "bytes_of", "check_keep"]
+__all__ = ["Saves", "check_keep", "ties_of"]

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.collect import bytes_of
 from meshwright.checkpoint.folder import as_path, begin
 from meshwright.checkpoint.index import MODEL, STATE, key_of
 from meshwright.checkpoint.of_servers import ServerState, box_of
 from meshwright.checkpoint.safetensors_io import Tensor
-from meshwright.checkpoint.save import PATIENCE_SECONDS, bytes_of, check_keep
+from meshwright.checkpoint.save import PATIENCE_SECONDS, check_keep
 from meshwright.checkpoint.step_state import SAFE_NAMES
 from meshwright.checkpoint.user_data import to_plain
 from meshwright.checkpoint.write import Job

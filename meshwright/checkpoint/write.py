@@ -131,7 +131,7 @@ class Job:
         prune(self.final.parent, self.keep)
 
     def _commit(self, notes: list[dict[str, Any]]) -> None:
-        index = _index(self.final, notes, self.ties)
+        index = index_of(self.final, notes, self.ties)
         if self.plan:
             write_atomically(self.temporary / PLAN, self.plan)
         write_atomically(self.temporary / NAME, to_text(index))
@@ -197,7 +197,7 @@ def _eventually(true: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _index(final: Path, notes: list[dict[str, Any]], ties: dict[str, str]) -> Index:
+def index_of(final: Path, notes: list[dict[str, Any]], ties: dict[str, str]) -> Index:
     """The index of what the ranks have written. Raises CheckpointError where they do not fit one another."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, list[Part]] = {}
@@ -237,4 +237,4 @@ def _index(final: Path, notes: list[dict[str, Any]], ties: dict[str, str]) -> In
     )
 
 
-__all__ = ["Job"]
+__all__ = ["Job", "index_of"]

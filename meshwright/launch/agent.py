@@ -24,6 +24,7 @@ from meshwright.errors import LaunchError
 from meshwright.launch import bind, bootstrap, failure, reaper, terminal
 from meshwright.launch.hang_watch import Watch
 from meshwright.launch.job import Job, check
+from meshwright.launch.keeper import Keeper, memory_folder
 from meshwright.launch.membership import Member, Stopped
 from meshwright.launch.nodes import trusted
 from meshwright.launch.outcome import Outcome
@@ -71,7 +72,7 @@ def _party(job: Job, secret: str, records: Path, folder: Path, heard: list[int])
 def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, heard: list[int]) -> Outcome:
     """As many attempts as the job may have, until one succeeds."""
     run_id = f"meshwright-{uuid.uuid4().hex}"
-    with reaper.guard(run_id):
+    with reaper.guard(run_id, memory_folder(run_id)), Keeper(run_id, party.trust) as keeper:
         fresh, failures = True, 0
         while True:
             for left in records.glob("*"):  # of an attempt before
@@ -80,7 +81,7 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
             for rank in span.ranks if fresh else ():
                 (folder / f"rank{rank}.log").unlink(missing_ok=True)
             fresh = False
-            outcome = _attempt(job, party, span, f"{run_id}-{span.attempt}", folder, records, heard)
+            outcome = _attempt(job, party, keeper, span, f"{run_id}-{span.attempt}", folder, records, heard)
             outcome, again = party.end(outcome)
             if not again:
                 return outcome
@@ -92,7 +93,14 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
 
 
 def _attempt(
-    job: Job, party: Alone | Member, span: Span, run_id: str, folder: Path, records: Path, heard: list[int]
+    job: Job,
+    party: Alone | Member,
+    keeper: Keeper,
+    span: Span,
+    run_id: str,
+    folder: Path,
+    records: Path,
+    heard: list[int],
 ) -> Outcome:
     alone = span.places == 1
     watch = Watch(records, folder, span.nproc, job.hang_seconds if alone else 0, run_id)
@@ -111,6 +119,7 @@ def _attempt(
         failed = ranks.failed if left is None else left.over
         while ranks.running() and not failed() and not heard and not party.over():
             port.look()
+            keeper.look(records, span.address)
             time.sleep(job.poll_seconds)
         if heard:
             ranks.stop(heard[0], job.grace_seconds, lambda: len(heard) > 1)

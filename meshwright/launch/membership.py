@@ -48,7 +48,7 @@ class Member:
         logs: Path,
         heard: Callable[[], bool],
     ) -> None:
-        self._nodes, self._place, self._restarts = nodes, place, restarts
+        self._nodes, self._place, self._restarts, self.trust = nodes, place, restarts, place.trust
         self._node = m.Node(nodes.id, socket.gethostname(), nproc, nodes.index)
         self._records, self._logs, self._heard = records, logs, heard
         self._client = Client(place, patience=TURN_SECONDS)
@@ -128,6 +128,7 @@ class Member:
     def _formed(self, formed: m.Formed) -> Span:
         order, own = formed.nodes, [node.id for node in formed.nodes].index(self._node.id)
         self._attempt, self._state = formed.attempt, NOTHING
+        address = self._client.own_address()
         self._close_tunnel()
         self._tunnel = Tunnel(self._place, formed.attempt).__enter__()
         self._place.write(self._records / FILE)
@@ -140,7 +141,8 @@ class Member:
             place=own,
             places=len(order),
             master=self._tunnel.number,
-            interface=interface_of(self._client.own_address()),
+            interface=interface_of(address),
+            address=address,
         )
 
     def _follow(self, attempt: int) -> None:

@@ -1,14 +1,16 @@
 """End every process of a job, also those that a rank started, also when the launcher itself was killed.
 
 The processes are found by the run id that torch's agent puts into each rank's environment, which children inherit:
-sessions and process groups of their own do not hide them. Run as ``python -I -S reaper.py RUN_ID`` it waits until
-its standard input ends, which the kernel does for it when the launcher is gone, and then sweeps.
+sessions and process groups of their own do not hide them. Run as ``python -I -S reaper.py RUN_ID FOLDER`` it waits
+until its standard input ends, which the kernel does for it when the launcher is gone, and then sweeps, and removes what
+the job has in the machine's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,9 +51,10 @@ def sweep(run_id: str) -> int:
 
 
 @contextlib.contextmanager
-def guard(run_id: str) -> Iterator[None]:
-    """End all processes of the job `run_id` when the context or this process ends, however that happens."""
-    command = [sys.executable, "-I", "-S", __file__, run_id]
+def guard(run_id: str, folder: Path) -> Iterator[None]:
+    """End all processes of the job `run_id`, and remove its folder, when the context or this process ends, however that
+    happens."""
+    command = [sys.executable, "-I", "-S", __file__, run_id, str(folder)]
     # A session of its own: Ctrl-C in the terminal, or a kill of the launcher's process group, does not reach it.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as warden:
         try:
@@ -63,9 +66,10 @@ def guard(run_id: str) -> Iterator[None]:
 
 
 def main() -> None:
-    run_id = sys.argv[1]
+    run_id, folder = sys.argv[1:]
     sys.stdin.buffer.read()
     sweep(run_id)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import LOOPBACK
 from meshwright.launchers.interfaces import loopback
+from meshwright.scheduler.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Ranks `first` to `first + nproc - 1` of `world`, on machine `place` of `places`. `attempt` counts from 0.
     `master`: where scripts meet that know torch alone; None: this attempt makes a store on the loopback address.
-    `interface`: the network through which the other machines are reached. `common`: how far local ranks are apart."""
+    `interface`: the network through which the other machines are reached. `address`: by which they reach this one."""
 
     nproc: int
     world: int
@@ -23,6 +24,7 @@ class Span:
     places: int = 1
     master: int | None = None
     interface: str = ""
+    address: str = ""
 
     @property
     def ranks(self) -> range:
@@ -58,7 +60,7 @@ class Alone:
     """One machine: nobody else to wait for. `Member` (`membership.py`) is the same for one of several."""
 
     def __init__(self, nproc: int, restarts: int) -> None:
-        self._nproc, self.budget = nproc, Budget(restarts)
+        self._nproc, self.budget, self.trust = nproc, Budget(restarts), Trust()
         self._attempt = -1
 
     def __enter__(self) -> Alone:

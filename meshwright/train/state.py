@@ -13,6 +13,8 @@ import torch
 
 from meshwright import heartbeat
 from meshwright.checkpoint.load import Loaded, load, resume
+from meshwright.checkpoint.memory import Copies, key_of, machines_of
+from meshwright.checkpoint.recover import recover
 from meshwright.checkpoint.save import Saves
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
@@ -246,6 +248,16 @@ class StepState:
         """
         self._saves.wait()
         return resume(self.local, path, told=_on_stderr, data=data, temporary=self._temporary)
+
+    @with_plain_parameters
+    def in_memory(self, path: Path, *, data: Any, async_: bool) -> tuple[Loaded | None, Copies]:
+        """What writes copies into memory, and the state of one that this step has gone on from, if there was one that
+        is newer than the checkpoints in `path`. Every rank calls it. Raises CheckpointError."""
+        self._saves.wait()
+        machines, key = machines_of(self.local), key_of(path)
+        options: dict[str, Any] = {"data": data, "temporary": self._temporary}
+        loaded = recover(self.local, machines, key, path, _on_stderr, **options)
+        return loaded, Copies(self.local, machines, key, self._temporary, async_=async_)
 
     @with_plain_parameters
     def copy_to(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -49,12 +49,15 @@ def test_losses_are_compared_step_by_step(lines):
 
 @pytest.mark.full
 @pytest.mark.procs
-@pytest.mark.parametrize("name", ["rank-continue", "network", "elastic-added"])
+@pytest.mark.parametrize(
+    "name", ["rank-continue", "network", "elastic-added", "memory-zero", "memory-tensor", "memory-stages"]
+)
 def test_an_event(name, tmp_path, monkeypatch):
     monkeypatch.setattr("bench.recovery_events.DOWN_SECONDS", 3.0)
     monkeypatch.setattr("bench.recovery_events.ALONE", [Machine("127.0.0.1")])
     row = measured(name, tmp_path)
     assert row.found is not None
-    assert row.found.lost == 0
+    # a copy has gone before the next step, if not before the kill
+    assert row.found.lost <= name.startswith("memory")
     assert row.equal.startswith("yes" if name == "network" else "on all ranks")
     assert EVENTS[name] is row.event
