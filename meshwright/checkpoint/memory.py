@@ -2,7 +2,7 @@
 
 After a step each rank writes what it would write of a checkpoint, in the same format, into a folder that outlives it:
 in the memory of its machine, kept by the launcher. The same goes to the next machine, beside the steps that follow or
-at once. A set of such files belongs to one step and is taken only if it is whole, so two are kept: a rank begins
+at once. A set of such files belongs to one step and is taken only if it is complete, so two are kept: a rank begins
 another one only when all have ended the last.
 """
 
@@ -247,7 +247,7 @@ class Copies:
         return {**note, "ties": ties_of(step)}
 
     def _send(self, note: dict[str, Any]) -> None:
-        """Make this rank's file whole here, and then on the other machine."""
+        """Complete this rank's file here, and then on the other machine."""
         name, file = self._files[-1]
         rank = self._step.world.rank
         try:

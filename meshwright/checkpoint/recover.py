@@ -1,4 +1,4 @@
-"""Going on from copies in memory: which set is whole, who has which file, and the bytes that this rank reads of it.
+"""Going on from copies in memory: which set is complete, who has which file, and the bytes that this rank reads of it.
 
 Files of this machine are linked; of those of others a rank fetches what it needs into files of the same length with
 holes. So what is read is an ordinary checkpoint, with all its checks, under any plan and on any number of ranks.
@@ -40,8 +40,8 @@ class WholeSet:
 def recover(
     step: LocalStep, machines: Machines, key: str, path: Path, told: Callable[[str], None], **options: Any
 ) -> Loaded | None:
-    """Load the newest set that is whole and sound, if it is newer than the checkpoints in `path`; else None. `told` is
-    called on rank 0. Collective. `options`: of `load_from`."""
+    """Load the newest set that is complete and sound, if it is newer than the checkpoints in `path`; else None. `told`
+    is called on rank 0. Collective. `options`: of `load_from`."""
     sets = _whole_sets(step, machines, key)
     saved = int(together(step, path, lambda: _newest_saved(path)) if sets else 0)
     saved = max(gather_texts(step.world, step.rank.device, saved)) if sets else 0
