@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from meshwright.servers.declared import Optimizers, declared
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
-from meshwright.servers.meeting import FOLDER, meeting
+from meshwright.servers.meeting import FOLDER, JOINS, meeting
 from meshwright.servers.moving import use_servers
 from meshwright.servers.rejoin import take_part
 from meshwright.servers.server import Server
@@ -44,6 +44,7 @@ from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Traffic, Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
+EPOCHS = 1 << 20  # between the seeds of two orders of samples
 STEP = "meshwright_server_step"
 Weight = Callable[[Any], float]
 
@@ -94,6 +95,8 @@ class ServerStep:
         self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
         count, number = launched_world(), int(os.environ.get("RANK", "0"))
         transport, servers = _transport(count)
+        if isinstance(transport, Remote) and os.environ.get(JOINS):
+            number = self._comes_late(transport)
         job = transport.meeting.job if isinstance(transport, Remote) else "alone"
         # what is on no server is lost when all workers start again, so what servers have would not fit it
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self._rest else 0
@@ -114,7 +117,17 @@ class ServerStep:
         self._world = world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
-        take_part(number, ALL_REDUCED if self._world is not None else "")
+        take_part(int(os.environ.get("RANK", "0")), ALL_REDUCED if self._world is not None else "")
+
+    def _comes_late(self, transport: Remote) -> int:
+        """The number of a worker that comes while others train. Raises ServerError where these would not notice."""
+        if self._rest:
+            raise ServerError(
+                "a worker cannot come while others train",
+                why=f"{ALL_REDUCED}: {', '.join(list(self._rest)[:5])}",
+                hint="mw.on_server(model), or no mark at all: then all parameters are on servers",
+            )
+        return transport.meeting.worker()
 
     def _kept(self, model: torch.nn.Module, marks: Collection[str]) -> ServerState:
         """What checkpoints have of this step."""
@@ -175,6 +188,26 @@ class ServerStep:
         found = loss.detach()
         vars(found).update(AFTER_BACKWARD)
         return found if outputs is None else (found, outputs)
+
+    def samples(self, count: int, batch: int, *, epochs: int = 1, seed: int = 0) -> Iterator[torch.Tensor]:
+        """Yield indices [n] of a data set of `count` samples, at most `batch`, each index once an epoch over all
+        workers together: those that come, go or are killed included. Call the step once with the samples of each.
+
+        Indices are shuffled by `seed` and epoch. They are dealt by a server as workers ask for them, so a fast worker
+        gets more. The samples of a worker that is killed before its push are dealt again. A checkpoint has no place in
+        the data: after `load` all begins anew. Raises ServerError.
+        """
+        for name, value in (("count", count), ("batch", batch), ("epochs", epochs)):
+            if not is_whole(value) or value < 1:
+                raise ServerError(f"samples(…) has {name}={value!r}", why="it is a number from 1")
+        stream = f"{count} samples, {epochs} epochs, seed {seed}"
+        known, order = -1, torch.empty(0)
+        while some := self.worker.deal(stream, batch, count, count * epochs):
+            epoch, first = divmod(some.start, count)
+            if epoch != known:
+                generator = torch.Generator().manual_seed(seed * EPOCHS + epoch)
+                known, order = epoch, torch.randperm(count, generator=generator)
+            yield order[first : first + len(some)]
 
     def evaluate(self, batch: Any) -> Any:
         """Return the loss of this worker's batch in evaluation mode, by the values that the servers have now."""

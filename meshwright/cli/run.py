@@ -124,6 +124,15 @@ def run(
             "one: a server that is lost with its folder loses nothing.",
         ),
     ] = "0",
+    add_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="Start more workers of a job that runs here with parameter servers: the folder in its "
+            "MESHWRIGHT_SERVERS, or newest. They end alone.",
+            show_default=False,
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
@@ -233,9 +242,12 @@ def run(
         return
 
     from meshwright.launch import launch
-    from meshwright.launch.servers import started
+    from meshwright.launch.servers import added, started
 
-    with started(server_count, server_state, job.nodes, count(replicas, "--replicas")):
+    copies = count(replicas, "--replicas")
+    if add_to is not None and (server_count is not None or job.nodes is not None):
+        raise LaunchError("--add-to with servers or machines", why="the job has them", hint="leave them out")
+    with added(add_to) if add_to is not None else started(server_count, server_state, job.nodes, copies):
         outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)

@@ -18,11 +18,11 @@ from meshwright.errors import LaunchError, path_from
 from meshwright.launch.nodes import Nodes, trusted
 from meshwright.scheduler.client import FILE, Place
 from meshwright.scheduler.trust import SECRET, Trust
-from meshwright.servers.meeting import FOLDER, LAUNCHER, MACHINES, PREFIX, Meeting, meeting
+from meshwright.servers.meeting import FOLDER, JOINS, LAUNCHER, MACHINES, PREFIX, Meeting, meeting, running
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
-SPARE = "spare"
+SPARE, NEWEST = "spare", "newest"
 MOST_SERVERS = 64  # of which each has a block of every table
 
 
@@ -162,4 +162,28 @@ def started(
             os.environ[FOLDER] = before
 
 
-__all__ = ["Servers", "started"]
+@contextlib.contextmanager
+def added(job: str) -> Iterator[None]:
+    """Within the block, ranks are more workers of a job that runs; `job`: the folder of its servers, or ``newest``.
+    Raises LaunchError."""
+    found = [Path(job)] if job != NEWEST else running()
+    if not found or not (found[0] / LAUNCHER).exists():
+        raise LaunchError(
+            f"--add-to {job}",
+            why="no job with parameter servers runs there",
+            hint="--add-to newest, or the folder in MESHWRIGHT_SERVERS of its workers",
+        )
+    names = {FOLDER: str(found[0]), JOINS: "1"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+__all__ = ["Servers", "added", "started"]

@@ -7,6 +7,7 @@ imports torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import ssl
@@ -24,6 +25,8 @@ from meshwright.scheduler.link import PARAMETER_SERVER, admit, at, call
 from meshwright.scheduler.trust import server_context
 
 FOLDER = "MESHWRIGHT_SERVERS"  # the environment variable with the folder of a job's servers
+JOINS = "MESHWRIGHT_JOINS"  # the environment variable of workers that come while others train
+LATE_WORKERS = 1024  # the number of the first of these
 PREFIX = "meshwright-servers-"  # of its name, among temporary files
 MACHINES = "machines"  # the file in it with the number of machines of a job, at least
 LAUNCHER = "launcher"  # the file in it with the launcher's process id
@@ -79,6 +82,10 @@ class Meeting(Protocol):
         ...
 
     # ---- a worker
+
+    def worker(self) -> int:
+        """A number for a worker that comes while others train, which no other has."""
+        ...
 
     def count(self) -> int:
         """The number of servers that the job begins with. Raises ServerError where a machine does not say it."""
@@ -160,6 +167,13 @@ class InFolder:
 
     def admit(self, made: socket.socket) -> socket.socket:
         return widen(made)
+
+    def worker(self) -> int:
+        for number in itertools.count(LATE_WORKERS):
+            with contextlib.suppress(FileExistsError):
+                (self.folder / f"worker{number}").touch(exist_ok=False)
+                return number
+        raise AssertionError
 
     def count(self) -> int:
         return int((self.folder / "servers").read_text())
@@ -286,6 +300,9 @@ class ByScheduler:
         secret = self._place.trust.secret
         return admit(widen(made), self._context, self._certificate, secret, PARAMETER_SERVER)
 
+    def worker(self) -> int:
+        return LATE_WORKERS - 1 + self._client.add("servers/workers", 1)
+
     def count(self) -> int:
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         end = time.monotonic() + COUNT_SECONDS
@@ -357,6 +374,7 @@ def _begun(known: bytes) -> list[Begun]:
 
 __all__ = [
     "FOLDER",
+    "JOINS",
     "LAUNCHER",
     "MACHINES",
     "PREFIX",

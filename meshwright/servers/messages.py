@@ -79,6 +79,21 @@ class Push(Message, frozen=True):
     options: dict[str, Options] = {}
 
 
+class Deal(Message, frozen=True):
+    """Give this worker at most `size` samples that nobody else has, of a stream of `total`, `epoch` of which are an
+    epoch. `request`: differs from all others of the worker; `after`: the one before, -1 without. Answered by
+    `Dealt`."""
+
+    model: str
+    worker: int
+    stream: str
+    request: int
+    after: int
+    size: int
+    epoch: int
+    total: int
+
+
 class Look(Message, frozen=True):
     """Of any job. Answered by `Seen`."""
 
@@ -222,6 +237,15 @@ class Joined(Message, frozen=True):
     steps: int = 0
 
 
+class Dealt(Message, frozen=True):
+    """The first sample, and the one behind the last; both are the same where all are trained. `later`: ask again,
+    others may give theirs back."""
+
+    first: int
+    stop: int
+    later: bool = False
+
+
 class State(Message, frozen=True):
     """What an optimizer keeps of a parameter. `shape`: None if it is that of the parameter."""
 
@@ -310,13 +334,14 @@ class Refused(Message, frozen=True):
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
 Saving = Freeze | Thaw | Clear | Begin | Await
 Copying = Adopt | Recover
-Request = Declare | Fill | Join | Leave | Pull | Push | Look | Saving | Moving
+Request = Declare | Fill | Join | Leave | Pull | Push | Deal | Look | Saving | Moving
 # what must outlive a server
-Changing = Declare | Fill | Join | Leave | Push | Clear | Begin | Hold | Allow | Resume | Give | Remap
+Changing = Declare | Fill | Join | Leave | Push | Deal | Clear | Begin | Hold | Allow | Resume | Give | Remap
 Answer = (
     Done
     | Declared
     | Joined
+    | Dealt
     | Values
     | Seen
     | Frozen
@@ -341,6 +366,8 @@ __all__ = [
     "Clear",
     "Copied",
     "Copying",
+    "Deal",
+    "Dealt",
     "Declare",
     "Declared",
     "Done",

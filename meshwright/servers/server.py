@@ -14,6 +14,7 @@ from meshwright.errors import ServerError, did_you_mean
 from meshwright.servers import messages as m
 from meshwright.servers.clocks import Clocks
 from meshwright.servers.counts import Counts
+from meshwright.servers.dealing import Stream
 from meshwright.servers.frozen import FrozenCopy
 from meshwright.servers.rounds import Gradients, mean_dense, mean_rows
 from meshwright.servers.same_job import begins_anew, check_same
@@ -40,6 +41,7 @@ class Server:
         self.stored: dict[str, Stored] = {}
         self.rounds: dict[int, dict[int, Gradients]] = {}
         self.counts = Counts()
+        self.streams: dict[str, Stream] = {}
         # while blocks move: the clocks up to which pushes are accepted, and who moves them
         self.allowed: dict[int, int] | None = None
         self.mover = ""
@@ -59,6 +61,8 @@ class Server:
                     return self._join(request), []
                 case m.Leave():
                     self._check_model(request.model)
+                    for stream in self.streams.values():
+                        stream.left(request.worker)
                     self.clocks.leave(request.worker)
                     self.copy.forget(request.worker)
                     self._apply()
@@ -67,6 +71,8 @@ class Server:
                     return self._pull(request, tensors)
                 case m.Push():
                     return self._push(request, tensors), []
+                case m.Deal():
+                    return self._deal(request), []
                 case m.Look():
                     return self._seen(), []
                 case m.Freeze() | m.Thaw() | m.Clear() | m.Begin() | m.Await():
@@ -162,6 +168,15 @@ class Server:
         self.clocks.join(request.worker, begins)
         self._apply()
         return m.Joined(begins, self.began.steps if self.began else 0)
+
+    def _deal(self, request: m.Deal) -> m.Answer:
+        self._check_model(request.model)
+        if min(request.size, request.epoch, request.total) < 1:
+            raise ServerError(f"{request.size} of {request.total} samples", why="all are at least 1")
+        stream = self.streams.setdefault(request.stream, Stream())
+        sizes = (request.size, request.epoch, request.total)
+        found = stream.deal(request.worker, request.request, request.after, *sizes)
+        return m.Dealt(0, 0, later=True) if found is None else m.Dealt(*found)
 
     def _check_model(self, model: str) -> None:
         if self.declared is None:
@@ -351,6 +366,8 @@ class Server:
         self.counts.pushed_bytes += sum(tensor.nbytes for tensor in tensors)
         self.rounds.setdefault(request.clock, {})[request.worker] = gradients
         self.clocks.of[request.worker] += 1
+        for stream in self.streams.values():
+            stream.pushed(request.worker)
         self._apply()
         return m.Done()
 

@@ -131,7 +131,7 @@ class Serving:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ready, TURN_SECONDS):
                 return m.Wait(), []
-            if isinstance(body, m.Join | m.Pull | m.Push):
+            if isinstance(body, m.Join | m.Pull | m.Push | m.Deal):
                 self._connection_of[body.worker] = made
             elif isinstance(body, m.Leave):
                 self._connection_of.pop(body.worker, None)

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.errors import ServerError
 from meshwright.servers.counts import Counts
+from meshwright.servers.dealing import Stream
 from meshwright.servers.messages import Begins, Declare
 from meshwright.servers.rounds import Gradients
 from meshwright.servers.server import Server
@@ -48,6 +49,7 @@ class Record(msgspec.Struct, frozen=True):
     mover: str
     began: Begins | None
     lost: bool = False
+    streams: dict[str, Stream] = {}
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def of(server: Server) -> Snapshot:
         server.mover,
         server.began,
         server.lost,
+        msgspec.convert(msgspec.to_builtins(server.streams), dict[str, Stream], strict=False),
     )
     return Snapshot(record, tensors)
 
@@ -134,6 +137,7 @@ def server_of(snapshot: Snapshot) -> Server:
         server.begin(record.declared, record.map, fill_rows=False)
     server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
     server.clocks.expected, server.counts = record.expected, record.counts
+    server.streams = dict(record.streams)
     server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
     for name, stored in server.stored.items():
         held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}

@@ -16,6 +16,7 @@ from meshwright.servers.rounds import sum_rows
 from meshwright.servers.shards import Options, ShardMap
 
 Rows = tuple[torch.Tensor, torch.Tensor]
+LATER_SECONDS = 0.05  # between two requests for samples that others may give back
 FILL_BYTES = 64 << 20  # of initial values in one message
 
 
@@ -46,6 +47,7 @@ class Worker:
         }
         self.clock, self.least, self.before = 0, 0, 0
         self.traffic = Traffic()
+        self._asked = -1  # the last request for samples
 
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""
@@ -75,6 +77,23 @@ class Worker:
     def leave(self) -> None:
         """Let nobody wait for this worker any more."""
         self.ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
+
+    def deal(self, stream: str, size: int, epoch: int, total: int) -> range:
+        """Samples that no other worker has, at most `size` of one epoch; none if all are trained. They are done with
+        this worker's next push. It is not waited for while others may have to give theirs back."""
+        request, after = time.time_ns(), self._asked
+        message = m.Deal(self.model, self.number, stream, request, after, size, epoch, total)
+        first = min(self.map.servers)
+        gone = False
+        while (answer := self.ask_all({first: (message, [])}, m.Dealt)[first][0]).later:
+            if not gone:  # the others need not wait for a push of this one
+                self.leave()
+                gone = True
+            time.sleep(LATER_SECONDS)
+        self._asked = request
+        if gone:
+            self.join()
+        return range(answer.first, answer.stop)
 
     def freeze(self) -> dict[int, m.Frozen]:
         """Let all servers keep a copy of what they have now: what each optimizer keeps, by server."""

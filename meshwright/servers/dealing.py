@@ -1,0 +1,65 @@
+"""Which worker trains which samples: dealt in order to whoever asks, each once, however many workers there are.
+
+A worker has at most one range of samples of a stream. Its push makes the range done; what a worker had that has gone is
+dealt to another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Range = tuple[int, int]  # the first sample, and the one behind the last
+
+
+@dataclass
+class Stream:
+    """`next`: the first sample that nobody has had. `back`: ranges of workers that have gone. `out`: by worker, the
+    number of its request and its range; `done`: samples whose push was accepted."""
+
+    next: int = 0
+    back: list[Range] = field(default_factory=list)
+    out: dict[int, tuple[int, Range]] = field(default_factory=dict)
+    done: int = 0
+
+    def deal(self, worker: int, request: int, after: int, size: int, epoch: int, total: int) -> Range | None:
+        """A range of at most `size` samples within one epoch; an empty one at the end of all `total`, None if what
+        others have may come back. `after`: the worker's request before this one, in this life."""
+        if worker in self.out:
+            before, held = self.out[worker]
+            if before == request:  # it is asked again
+                return held
+            del self.out[worker]
+            if before == after:  # it went on without a push
+                self.done += held[1] - held[0]
+            else:
+                self.back.append(held)
+        found = self._taken(size, epoch, total)
+        if found is not None:
+            self.out[worker] = (request, found)
+            return found
+        return None if self.out else (total, total)
+
+    def _taken(self, size: int, epoch: int, total: int) -> Range | None:
+        if self.back:
+            self.back.sort()
+            first, stop = self.back.pop(0)
+            if stop - first > size:
+                self.back.append((first + size, stop))
+            return first, min(stop, first + size)
+        if self.next >= total:
+            return None
+        first, stop = self.next, min(self.next + size, (self.next // epoch + 1) * epoch, total)
+        self.next = stop
+        return first, stop
+
+    def pushed(self, worker: int) -> None:
+        if worker in self.out:
+            _, (first, stop) = self.out.pop(worker)
+            self.done += stop - first
+
+    def left(self, worker: int) -> None:
+        if worker in self.out:
+            self.back.append(self.out.pop(worker)[1])
+
+
+__all__ = ["Range", "Stream"]
