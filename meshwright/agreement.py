@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ def signature_of(model: torch.nn.Module) -> str:
 @dataclass(frozen=True)
 class Agreed:
     """The objects that rank 0 broadcasts. `signature`: of its model; `state`: of its random generator; `more`: any
-    JSON."""
+    JSON; `others`: plans that may be chosen instead."""
 
     graph: Graph
     constants: dict[str, torch.Tensor]
@@ -133,10 +134,16 @@ class Agreed:
     signature: str
     state: torch.Tensor
     more: Any = None
+    others: tuple[Plan, ...] = ()
 
 
 def pack(
-    captured: Captured, plan: Plan, model: torch.nn.Module, state: torch.Tensor, more: Any = None
+    captured: Captured,
+    plan: Plan,
+    model: torch.nn.Module,
+    state: torch.Tensor,
+    more: Any = None,
+    others: Sequence[Plan] = (),
 ) -> bytes:
     """Graph, plan, constants and the state of the random generator as bytes, without pickle: a JSON head, then
     safetensors. `more` is JSON."""
@@ -147,6 +154,7 @@ def pack(
             "plan": plan.to_json(),
             "model": signature_of(model),
             "more": more,
+            "others": [other.to_json() for other in others],
         }
     ).encode()
     body = safetensors.torch.save({k: v.contiguous().cpu() for k, v in captured.constants.items()})
@@ -164,6 +172,7 @@ def unpack(data: bytes) -> Agreed:
         head["model"],
         torch.frombuffer(bytearray.fromhex(head["rng"]), dtype=torch.uint8),
         head["more"],
+        tuple(map(Plan.from_json, head["others"])),
     )
 
 

@@ -24,7 +24,8 @@ class Stop:
 
     `seconds`: the time limit, from `begin` on; `ends`: that instant of `time.monotonic`. `interrupted`: the user or the
     callback asked for the end. `over`: the search was ended early. `offered` makes the best answer so far. `stage`:
-    what the search does now.
+    what the search does now. `keeps`: of how many answers it remembers, quickest first, with the seconds of their step,
+    what makes them (`seen`).
     """
 
     seconds: float = math.inf
@@ -32,6 +33,8 @@ class Stop:
     over: bool = False
     offered: Callable[[], Any] | None = None
     stage: str = ""
+    keeps: int = 0
+    seen: list[tuple[float, Callable[[], Any]]] = field(default_factory=list)
     ends: float = math.inf
     _armed: bool = False
     _offered_seconds: float = math.inf
@@ -50,9 +53,13 @@ class Stop:
     def offer(self, seconds: float, found: object) -> None:
         """Something that fits is known, of a step of so many seconds: the answer if nothing quicker follows in time."""
         self._armed = True
-        if not self._parts and seconds < self._offered_seconds:
-            self._offered_seconds = seconds
-            self.offered = functools.partial(_passed, found, tuple(reversed(self._answers)))
+        if self._parts:
+            return
+        made = functools.partial(_passed, found, tuple(reversed(self._answers)))
+        if seconds < self._offered_seconds:
+            self._offered_seconds, self.offered = seconds, made
+        if self.keeps:
+            self.seen = sorted([*self.seen, (seconds, made)], key=lambda one: one[0])[: self.keeps]
 
     @contextmanager
     def answered_by(self, answer: Callable[[Any], Any]) -> Iterator[None]:
@@ -67,6 +74,7 @@ class Stop:
         """Another search begins, or what was known is no answer after all."""
         self._armed = False
         self._offered_seconds, self.offered = math.inf, None
+        self.seen = []
 
     @contextmanager
     def of_a_part(self) -> Iterator[None]:

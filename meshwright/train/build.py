@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -86,6 +87,7 @@ from meshwright.train.request import (
 )
 from meshwright.train.step import TrainStep
 from meshwright.train.survive import Survival, for_ranks, group_unless, why_not
+from meshwright.train.tune import candidates, check_tune, quickest, remember_candidates
 
 
 @heartbeat.during("building a step", patient=True)
@@ -101,6 +103,7 @@ def train_step(
     pins: Pins | None = None,
     cluster: Cluster | None = None,
     memory: float | None = None,
+    tune: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
     scaler: torch.amp.GradScaler | None = None,
@@ -128,6 +131,9 @@ def train_step(
         batch: An example of the global batch. A batch of another shape is captured when it first occurs.
         loss: ``loss(model, batch)`` returns a scalar, or a scalar and outputs. By default ``model(**batch).loss``.
         plan: A plan, or the path of a plan file.
+        tune: With a `cluster`: measure the two best plans of the search, and data parallel, for some real steps on
+            copies of the weights (at most about 30 s), and keep the quickest. A note of the plan says what was
+            measured. `optimizer` is called once for each. Without effect with ``--on-failure continue``.
         clip_norm: Clip gradients to this global 2-norm (`TrainStep.grad_norm`).
         skip_nonfinite: Skip an update on all ranks if a gradient on any rank is not finite.
         scaler: A `torch.amp.GradScaler` that scales the loss and decides which updates are skipped.
@@ -149,7 +155,7 @@ def train_step(
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)
-    check_switches(skip_nonfinite=skip_nonfinite)
+    check_switches(skip_nonfinite=skip_nonfinite, tune=tune)
     check_random(exact_random, device, asked)
     check_model(model)
     check_weight_hooks(model.named_parameters())
@@ -182,7 +188,9 @@ def train_step(
         place=device_for(model, init, device),
         cache=cache,
         max_programs=max_programs,
+        tune=tune,
     )
+    check_tune(request)
     return _built(request)
 
 
@@ -193,6 +201,8 @@ def _built(request: StepRequest) -> TrainStep:
     comes = (among := group()) is not None and among.comes
     meeting, shared = Meeting(comes=comes), state_of(model)
     check_state(request, shared)
+    if among is not None or shared is not None:  # the plan there is, is taken
+        request = replace(request, tune=False)
     agreed = unpack(meeting.agree(lambda: _planned(request, shared)))
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
     same_model(meeting, agreed, model)
@@ -212,6 +222,9 @@ def _built(request: StepRequest) -> TrainStep:
     initial = _initial(request, meeting, agreed)
     captured = Captured(graph, agreed.constants, fold(graph), ())
     # As it came the plan may say many equal layers by two of them.
+    if request.tune:
+        over_gloo(meeting, chosen, request.place)
+        chosen = log_remarks(quickest(meeting, [chosen, *agreed.others], request, captured, initial))
     chosen = with_model(chosen.check(graph), captured)
     split, apart = cut_parameter(graph, chosen), _of_one_stage(graph, chosen)
     check_optimizer(optimizer, split, apart)
@@ -269,11 +282,13 @@ def _planned(request: StepRequest, shared: ModelState | None) -> bytes:
     elif request.plan is not None:
         chosen = request.plan
     else:
+        remember_candidates(request)
         chosen = plan_captured(
             captured, request.mesh, request.mode, request.pins, request.limits, request.asked
         )
     check_world(chosen.ranks)
-    return pack(captured, chosen.check(captured.graph), request.model, state, captured.shape)
+    others = [plan.check(captured.graph) for plan in candidates(request, captured, chosen)]
+    return pack(captured, chosen.check(captured.graph), request.model, state, captured.shape, others)
 
 
 def _initial(request: StepRequest, meeting: Meeting, agreed: Agreed) -> Initial | None:

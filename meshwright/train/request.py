@@ -25,7 +25,7 @@ from meshwright.search.wanted import MeshLike, Pins
 class StepRequest:
     """The arguments of `train_step`. `plan`: as a plan, read if it was given as a file. `asked`: techniques. `limits`:
     of a search, on a cluster. `source`: the rank whose weights all take, None to refuse a difference. `place`: the
-    device of the step."""
+    device of the step. `tune`: the best candidates of the search are measured."""
 
     model: torch.nn.Module
     optimizer: OptimizerFactory
@@ -48,6 +48,7 @@ class StepRequest:
     place: torch.device
     cache: str | Path | None
     max_programs: int
+    tune: bool = False
 
 
 def check_factory(optimizer: object) -> None:
