@@ -55,8 +55,20 @@ class LeastMemory:
         """Bytes of the lowest peak that was simulated so far."""
         return min(map(self.planner.peak_bytes, self._found.values()), default=math.inf)
 
+    def may_be(self, most: float) -> bool:
+        """False if every choice takes more than so many bytes by its sums, whatever its price: one solve says so
+        where as many as there are prices would."""
+        problem = self.planner.problem(self.space)
+        over = most - fixed_bytes(self.space)
+        return all(
+            solve(self.memory.alone(problem, instant)).bound <= over
+            for instant in range(self.memory.instants)
+        )
+
     def below(self, most: float) -> Iterator[SearchResult]:
         """Those simulated whose sums do not say already that they take more."""
+        if not self._states and not self.may_be(most):
+            return
         for states in self:
             if self.sums(states) <= most:
                 yield self.evaluated(states)
