@@ -15,6 +15,7 @@ from tests.ranks import ROOT
 
 
 @pytest.mark.procs
+@pytest.mark.full  # a minute
 def test_checks_on_a_cpu(tmp_path: Path) -> None:
     only = ("environment", "numbers", "process group")
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--small", "--out", str(tmp_path)]

@@ -61,6 +61,7 @@ SPLIT = {"optimizer_parallel": 2, **SHARED}
     ),
     ids=("gradients in parts", "weights in parts"),
 )
+@pytest.mark.full  # simulated ranks show it in tests/cost/test_memory.py
 def test_peaks_between_processes(
     tmp_path: Path, how: dict[str, Any], techniques: list[dict[str, Any]]
 ) -> None:

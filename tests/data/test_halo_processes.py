@@ -56,6 +56,7 @@ mw.shutdown()
 """
 
 
+@pytest.mark.full  # simulated ranks show it in tests/verify/test_halo.py
 def test_height_over_three_ranks(tmp_path: Path) -> None:
     done = run_warm(tmp_path, 3, SCRIPT)
     assert done.returncode == 0 and "equal" in done.stdout, done.stdout + done.stderr

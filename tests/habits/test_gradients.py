@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -121,6 +122,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", EACH)
+@quick(lambda plan: plan in ("tp", "zero2", "pipeline"))
 def test_a_scaled_loss_and_steps_left_out_are_those_of_plain_pytorch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, SCALED)
 
@@ -148,6 +150,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", ["tp", "zero1", "pipeline"])
+@quick(lambda plan: plan == "zero1")
 def test_autosave_keeps_the_last_finite_checkpoint(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, KEPT)
 
@@ -188,5 +191,6 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_float16_with_a_scaler_skips_what_overflows_on_all_ranks(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, HALF)

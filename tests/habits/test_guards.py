@@ -21,6 +21,7 @@ import torch
 import meshwright as mw
 from meshwright.guards import Guards
 from meshwright.runtime.local_batch import LocalBatch
+from tests.breadth import quick
 from tests.habits.plans import NAMES, Net, batches, loss, run
 
 SCALE = 1.0
@@ -434,6 +435,7 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_a_change_is_another_program_under_each_plan_or_refused(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CALLS)
 
@@ -464,5 +466,6 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_memory_that_a_weight_has_given_up_is_refused_too(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, ALIASES)

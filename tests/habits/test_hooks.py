@@ -12,6 +12,7 @@ import torch
 import meshwright as mw
 from meshwright.capture import capture
 from meshwright.capture.hooks import check_weight_hooks
+from tests.breadth import quick
 from tests.habits.plans import NAMES, Net, batches, loss, run
 
 BACKWARD: dict[str, Callable[[Net], Any]] = {
@@ -102,5 +103,6 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_forward_hooks_count_under_each_plan(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, TRAIN)

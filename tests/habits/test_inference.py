@@ -9,7 +9,7 @@ import pytest
 import meshwright as mw
 from meshwright.core.graph_text import parse
 from meshwright.exported import check_operators
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.habits.plans import COMMON, run
 from tests.ranks import run_warm
 
@@ -105,6 +105,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", first(4, ("dp", "tp", "zero3", "pipeline", "auto")))
+@quick(lambda plan: plan in ("tp", "pipeline"))
 def test_a_model_on_the_meta_device_reads_its_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, READS)
 
@@ -178,6 +179,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", first(2, ("tp", "zero3", "dp", "auto")))
+@quick(lambda plan: plan == "tp")
 def test_tokens_are_those_of_transformers(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, GENERATES)
 
@@ -232,6 +234,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pipeline"])
+@quick(lambda plan: plan in ("tp", "pipeline"))
 def test_an_exported_program_runs_without_the_model(tmp_path: Path, plan: str) -> None:
     for part in ("writes", "reads"):
         result = run_warm(tmp_path, 2, COMMON + EXPORTS, plan, part)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import CaptureError
+from tests.breadth import quick
 from tests.habits.plans import COMMON, NAMES, Net, batches, run
 from tests.ranks import run_warm
 
@@ -59,6 +60,7 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", [*NAMES, "pipeline"])
+@quick(lambda plan: plan == "tp")
 def test_a_loss_of_one_element_trains(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, ONE_ELEMENT)
 
@@ -142,6 +144,7 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "micro", "halves", "pipeline"])
+@quick(lambda plan: plan in ("tp", "micro", "pipeline"))
 def test_outputs_come_back_beside_the_loss(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BESIDE)
 

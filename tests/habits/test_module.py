@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -180,6 +180,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "pipeline"])
+@quick(lambda plan: plan in ("zero1", "pipeline"))
 def test_a_trained_module_is_never_stale(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, HOLLOW)
 
@@ -233,7 +234,7 @@ mw.shutdown()
 """
 
 
-@pytest.mark.parametrize(("plan", "environment"), first(1, (("zero3", {"INIT": "1"}), ("tp", {}))))
+@pytest.mark.parametrize(("plan", "environment"), first(0, (("zero3", {"INIT": "1"}), ("tp", {}))))
 def test_a_hugging_face_folder_has_the_trained_values(
     tmp_path: Path, plan: str, environment: dict[str, str]
 ) -> None:
@@ -276,5 +277,6 @@ assert not any("captured" in text for text in said), said  # one program for all
 @pytest.mark.procs
 @pytest.mark.parametrize("made", ["parametrization", "spectral_norm", "prune"])
 @pytest.mark.parametrize("plan", first(1, ("zero3", "micro", "dp")))
+@quick(lambda plan, made: (plan, made) == ("zero3", "parametrization"))
 def test_weights_that_each_pass_derives(tmp_path: Path, plan: str, made: str) -> None:
     run(tmp_path, plan, DERIVED, made)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -181,6 +182,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "pipeline"])
+@quick(lambda plan: plan in ("tp", "pipeline"))
 def test_batches_of_other_shapes_train_the_same_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, SHAPES)
 
@@ -190,16 +192,19 @@ def test_what_code_asks_of_a_batch_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp", "zero3"])
+@quick(lambda plan: plan == "dp")
 def test_sequences_of_other_lengths_in_a_recurrent_model(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, RECURRENT)
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero2"])
+@quick(lambda plan: plan == "tp")
 def test_two_optimizers_train_one_model_in_turn(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, GAN)
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2"])
+@quick(lambda plan: plan in ("tp", "zero2"))
 def test_what_is_frozen_or_unfrozen_after_the_build_is_honoured(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, FREEZE)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -100,6 +101,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "host"])
+@quick(lambda plan: plan in ("tp", "zero2", "host"))
 def test_changes_of_shards_between_steps_count(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CHANGES)
 

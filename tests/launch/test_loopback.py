@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.launch.conftest import Launches
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
@@ -71,6 +72,7 @@ def listening(pids: list[int]) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ["step", "env"])
+@quick(lambda how: how == "step")
 def test_a_running_job_listens_on_the_loopback_address_alone(launches: Launches, how: str) -> None:
     job = launches.start("--nproc", 2, launches.script(SCRIPT), how, env=ROOT)
     launches.wait_for("there0", "there1")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
+
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 ROOT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
 
@@ -43,6 +45,7 @@ def pid(launches, rank: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@quick(lambda world_size: world_size == 3)
 def test_ranks_find_each_other(launches, world_size):
     done = launches.run("--nproc", world_size, "--log-dir", "logs", launches.script(ALL_REDUCE))
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.runtime.test_processes import succeed
 
 pytestmark = pytest.mark.procs
@@ -40,6 +41,7 @@ mw.shutdown()
         (4, {"dp": 2, "tp": 2}, {"optimizer_parallel": 3, "threshold_kb": 0, "interleave": 2}),
     ],
 )
+@quick(lambda ranks, techniques, **_: ranks == 4 or "fusion" in techniques)
 def test_flights_between_processes(
     tmp_path: Path, ranks: int, mesh: dict[str, int], techniques: dict[str, int]
 ) -> None:

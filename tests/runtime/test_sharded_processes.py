@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.mixtures import OVER_RANKS
 from tests.runtime.test_processes import TRAIN, succeed
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.procs
     ),
     ids=("1", "2", "2 in pairs", "3"),
 )
+@quick(lambda techniques, **_: "shard_size" not in techniques)
 def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, techniques: dict) -> None:
     mode = "sharding_propagation" if "tp" in mesh else "data_parallel"
     pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}} if "tp" in mesh else None

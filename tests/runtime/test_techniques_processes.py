@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.breadth import quick
 from tests.runtime.test_processes import succeed
 
 pytestmark = pytest.mark.procs
@@ -64,6 +65,7 @@ def train(
     ],
     ids=("dp", "dp and tp", "sums in parts", "weights in parts"),
 )
+@quick(lambda mesh, techniques, **_: "tp" in mesh or "gradient_accumulation_shard" in techniques)
 def test_micro_batches_train_as_one_device(
     tmp_path: Path, mesh: dict[str, int], pins: dict[str, Any] | None, techniques: dict[str, Any]
 ) -> None:

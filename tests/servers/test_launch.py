@@ -27,6 +27,7 @@ def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
 
 
 @pytest.mark.procs
+@pytest.mark.full  # the test before kills workers, too
 def test_others_go_on_without_a_killed_worker_which_comes_again(tmp_path):
     how = ("--on-failure", "continue", "--max-restarts", "1", "--tail", "1")
     done = run("--servers", "1", "--workers", "2", *how, str(LOSING), str(tmp_path))

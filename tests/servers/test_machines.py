@@ -37,6 +37,7 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
 
 @pytest.mark.procs
 @pytest.mark.timeout(240)
+@pytest.mark.full  # servers of one and steps of several machines are tried by themselves
 def test_servers_of_two_machines_train_as_one_device(launches: Launches) -> None:
     """Two servers on one machine and one on the other; both of the first are killed, and blocks move to a fourth.
     Nothing is on a disk: they go on from their copies on the other machine."""

@@ -40,6 +40,7 @@ def undisturbed(launches: Launches, steps: int) -> dict[int, set[str]]:
 
 
 @pytest.mark.procs
+@pytest.mark.full  # test_processes.py kills a rank that saves
 def test_a_kill_in_the_middle_of_a_save_costs_the_steps_since_the_one_before(launches: Launches) -> None:
     folder = launches.folder / "killed"
     process = start(launches, folder, 16, "save", restarts=1)  # one failure takes one restart

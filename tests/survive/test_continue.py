@@ -81,6 +81,7 @@ def test_ranks_that_come_back(tmp_path):
     assert all(torch.equal(value, other[name]) for name, value in states[1].items() for other in states)
 
 
+@pytest.mark.full  # the test before has the first of them
 def test_ranks_that_are_killed_one_after_another(tmp_path):
     deaths = [(1, 2, 3), (0, 5, 12), (3, 8, 10)]
     said = run(tmp_path, 4, 0, 12, deaths)
