@@ -86,7 +86,10 @@ def __getattr__(name: str) -> Any:
         from meshwright.errors import did_you_mean
 
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}; {did_you_mean(name, _PUBLIC)}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    from meshwright.core.cycles import rare_collection
+
+    with rare_collection():  # else all that torch has made is looked through while hundreds of modules load
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
 
