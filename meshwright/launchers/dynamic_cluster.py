@@ -26,6 +26,8 @@ from meshwright.scheduler.members import NODE_SECONDS
 from meshwright.scheduler.trust import SECRET, SECRET_FILE, Trust, find_secret
 
 ROLE = "MS_ROLE"
+SERVER = "MS_PSERVER"  # which is started by a launcher
+SERVERS_HINT = "meshwright run --servers N on each machine starts parameter servers beside its workers"
 INSECURE = "MESHWRIGHT_INSECURE"
 WORKER, SCHEDULER = "MS_WORKER", "MS_SCHED"
 WAIT_SECONDS = 1800.0
@@ -55,7 +57,8 @@ def read(env: Mapping[str, str]) -> Told:
     """Raises LaunchError with the variable that is missing or cannot be."""
     role = env[ROLE]
     if role not in (WORKER, SCHEDULER):
-        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it is {WORKER} or {SCHEDULER}")
+        hint = SERVERS_HINT if role == SERVER else ""
+        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it is {WORKER} or {SCHEDULER}", hint=hint)
     for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM"):
         if not env.get(name):
             raise LaunchError(

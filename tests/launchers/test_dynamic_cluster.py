@@ -43,7 +43,7 @@ def test_what_is_read() -> None:
 @pytest.mark.parametrize(
     ("environment", "what"),
     [
-        ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE is 'MS_PSERVER'"),
+        ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "meshwright run --servers N"),
         ({**WORKER, "MS_SCHED_HOST": ""}, "MS_ROLE is set, MS_SCHED_HOST is not"),
         ({**WORKER, "MS_WORKER_NUM": ""}, "MS_ROLE is set, MS_WORKER_NUM is not"),
         ({**WORKER, "MS_SCHED_PORT": "80"}, "MS_SCHED_PORT is 80"),
