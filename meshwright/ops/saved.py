@@ -89,6 +89,7 @@ KEEPS: dict[str, Keeps] = {
     "aten.hypot.default": "0/0 1/1 o0",
     "aten.copysign.Tensor": "0/0 o0",
     "aten.complex.default": "0/0 1/1",
+    "aten.polar.default": "o0",
     "aten.addcmul.default": "1/2 2/1",
     "aten.addcdiv.default": "1/2 2",
     "aten.lerp.Tensor": "0/2 1/2 2",

@@ -86,6 +86,7 @@ LINES: dict[str, str] = {
     "aten.view_as_real.default": "... -> ... c!",
     "aten.view_as_complex.default": "... c! -> ...",
     "aten.complex.default": "... + ... -> ...",
+    "aten.polar.default": "..., ... ~> ...",
     # ---- dims whose positions matter
     "aten.tril.default": "... r! c! -> ... r! c!",
     "aten.triu.default": "... r! c! -> ... r! c!",
