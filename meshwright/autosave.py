@@ -66,7 +66,7 @@ class Autosave:
         Args:
             step: The training step.
             path: A folder that all ranks share.
-            every: Steps between two saves.
+            every: Steps between two saves. A script that ends in between calls ``step.save`` for its last steps.
             data: As in `TrainStep.save`, and so are `async_` and `keep`.
             memory_every: Steps between two copies into memory, 0 for none: each rank's part on its machine, and on
                 another one if there are several. Under `meshwright run` a job that begins again goes on from them, if

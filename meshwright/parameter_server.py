@@ -65,7 +65,8 @@ class ServerStep:
     """A step with parameters on servers, returned by `mw.parameter_server`: ``loss = step(batch)``.
 
     `optimizer`: change its options, as a schedule of the learning rate does; servers follow with the next push. In its
-    groups, tensors on the meta device stand for parameters on servers. `worker`: pulls and pushes by hand.
+    groups, tensors on the meta device stand for parameters on servers. `rank`: the number of this worker. `worker`:
+    pulls and pushes by hand.
 
     Outside of a step, calling the model and `model.state_dict()` pull the values of now; a parameter on a server that
     is read without either is NaN. Buffers, such as running statistics, are each worker's own.
@@ -101,6 +102,7 @@ class ServerStep:
         # what is on no server is lost when all workers start again, so what servers have would not fit it
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self._rest else 0
         self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count, attempt)
+        self.rank = number
         self.worker = Worker(transport, number, self._declare)
         if number == 0:
             self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))

@@ -135,6 +135,7 @@ class Saves:
                 why="a checkpoint has the parts of all ranks, each writes its own",
                 hint="call step.save on every rank, not under `if rank == 0`",
             )
+        self.step.comparison.compare(self.step.rank.step)
         told, mine = "", None
         if self.step.world.rank == 0:
             try:

@@ -245,6 +245,10 @@ def run(
     from meshwright.launch.servers import added, started
 
     copies = count(replicas, "--replicas")
+    if copies and server_count is None:
+        raise LaunchError(
+            "--replicas without --servers", why="it copies parameter servers", hint="--servers 2"
+        )
     if add_to is not None and (server_count is not None or job.nodes is not None):
         raise LaunchError("--add-to with servers or machines", why="the job has them", hint="leave them out")
     with added(add_to) if add_to is not None else started(server_count, server_state, job.nodes, copies):

@@ -2,13 +2,15 @@
 
 Each rank hashes its inputs to a number. If the sum over ranks is not that number times the number of ranks, inputs
 differ; then all ranks exchange what they have, and all raise. The sum has 16 bytes, is started before the forward pass
-and awaited after the backward, where ranks have met anyway. It is made in the first steps and then in every 32nd: a
-rank that skips a batch stays behind from then on.
+and awaited after the backward, where ranks have met anyway. It is made in the first steps and then in every 32nd, and
+before weights are saved or put together; it covers all steps since the last one. Only positions of loaders and tensors
+on a GPU are looked at in these steps alone: a rank that skips a batch of a loader stays behind from then on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -25,6 +27,7 @@ EVERY = 32
 WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
 OPTIONS = "options of the optimizer"
 UPDATE = "update=False"
+PLAIN = (bool, int, float, str, tuple, type(None))
 Word = Mapping[str, str]
 Options = list[dict[str, str]]  # of each group of parameters: name → value
 Which = frozenset[tuple[int, str]]  # (group, name) of some options
@@ -39,7 +42,14 @@ class RankComparison:
         # Optimizer options that were equal on all ranks at the start; None: all of them.
         self.options: Which | None = None
         self.often = -1  # the step up to which ranks compare each time: one of them has just joined
-        self._begun: tuple[int, Word, torch.Tensor, Work] | None = None
+        self._begun: tuple[int, list[tuple[int, Word]], torch.Tensor, Work] | None = None
+        self._open: list[
+            tuple[int, Word]
+        ] = []  # steps that were not compared yet, with what ranks use in them
+        self._options: tuple[Sequence[Sequence[object]], str] = (
+            [],
+            "",
+        )  # those of the last step, and their text
 
     def begin(
         self,
@@ -50,29 +60,53 @@ class RankComparison:
     ) -> None:
         """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
         optimizer, of which `options` are compared. `update`: whether the step ends with one."""
-        if not self.on or self._begun is not None or not (is_due(steps + 1) or steps < self.often):
+        if not self.on:
             return
-        word = dict(describe_batch(batch, elsewhere=steps == 0))
+        due = self._begun is None and (is_due(steps + 1) or steps < self.often)
+        word: dict[str, str] = {}
+        if due or not isinstance(batch, LocalBatch):
+            word |= describe_batch(batch, elsewhere=steps == 0)
         word |= {} if update else {UPDATE: "no"}
         if groups is not None and self.options != frozenset():
-            word[OPTIONS] = json.dumps(some_of(options_of(groups), self.options))
-        digest = hashlib.blake2b(json.dumps(word).encode(), digest_size=8).digest()
+            word[OPTIONS] = self._text_of(groups)
+        self._open.append((steps + 1, word))
+        if due:
+            self._start(steps + 1)
+
+    def compare(self, steps: int) -> None:
+        """Compare what was not compared yet, after so many steps. Collective. Raises as `settle`."""
+        if self.on:
+            self.settle()
+            self._start(steps)
+            self.settle()
+
+    def _start(self, step: int) -> None:
+        """Start the comparison of all that is open, in a step or after it."""
+        words, self._open = self._open, []
+        digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()
         numbers = [int.from_bytes(half, "little") >> 1 for half in (digest[:4], digest[4:])]
         mine = torch.tensor(numbers, dtype=torch.int64)
         heartbeat.of("whether all ranks have the same batch")
         work = self.comm.all_reduce_start(
             mine.to(self.device, copy=True), [a.name for a in self.comm.mesh.axes]
         )
-        self._begun = steps + 1, word, mine, work
+        self._begun = step, words, mine, work
+
+    def _text_of(self, groups: Sequence[Mapping[str, object]]) -> str:
+        """The options that are compared, as a text; made again only where one has changed."""
+        values = [[v for k, v in group.items() if k != "params" and isinstance(v, PLAIN)] for group in groups]
+        if values != self._options[0] or not self._options[1]:
+            self._options = values, json.dumps(some_of(options_of(groups), self.options))
+        return self._options[1]
 
     def settle(self, steps: int | None = None) -> None:
         """Wait for a comparison that was begun, if there is one; with `steps`, only for one that was begun before so
         many were over. Raises BatchError or RunError, on all ranks."""
         if self._begun is None or (steps is not None and self._begun[0] > steps):
             return
-        (step, word, mine, work), self._begun = self._begun, None
+        (step, words, mine, work), self._begun = self._begun, None
         if not torch.equal(work.wait().cpu(), mine * self.comm.mesh.size):
-            raise difference(step, gather_texts(self.comm, self.device, dict(word)))
+            raise first_difference(step, gather_texts(self.comm, self.device, words))
 
 
 def is_due(step: int) -> bool:
@@ -102,9 +136,8 @@ def checksum(x: torch.Tensor) -> str:
 
 def options_of(groups: Sequence[Mapping[str, object]]) -> Options:
     """The options of an optimizer's groups that are plain values, as texts."""
-    plain = (bool, int, float, str, tuple, type(None))
     return [
-        {k: repr(v) for k, v in sorted(group.items()) if k != "params" and isinstance(v, plain)}
+        {k: repr(v) for k, v in sorted(group.items()) if k != "params" and isinstance(v, PLAIN)}
         for group in groups
     ]
 
@@ -140,8 +173,19 @@ def options_that_differ(told: Sequence[Options]) -> list[str]:
     return [", ".join(f"{key}={groups[n].get(key, 'none')}" for n, key in odd) for groups in told]
 
 
-def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
-    """Build the error for descriptions that differ between ranks."""
+def first_difference(now: int, told: Sequence[Sequence[tuple[int, Word]]]) -> MeshwrightError:
+    """Build the error for the first of several steps in which ranks differ, seen in step `now` or after it."""
+    for each in itertools.zip_longest(*told, fillvalue=(now, {})):
+        words = [word for _, word in each]
+        if any(word != words[0] for word in words):
+            step = each[0][0]
+            late = "" if step == now else f" (seen in step {now}: updates since then differ as well)"
+            return difference(step, words, late)
+    return difference(now, [{}])
+
+
+def difference(step: int, told: Sequence[Word], late: str = "") -> MeshwrightError:
+    """Build the error for descriptions that differ between ranks. `late`: what to say beside them."""
     for what in dict.fromkeys(k for each in told for k in each):
         said = [each.get(what, "nothing") for each in told]
         if what == OPTIONS:
@@ -151,7 +195,7 @@ def difference(step: int, told: Sequence[Word]) -> MeshwrightError:
             ranks.setdefault(word, []).append(rank)
         if len(ranks) == 1:
             continue
-        shown = "; ".join(f"{word} on {named(members)}" for word, members in ranks.items())
+        shown = "; ".join(f"{word} on {named(members)}" for word, members in ranks.items()) + late
         if what == OPTIONS:
             return RunError(
                 f"in step {step} the {OPTIONS} differ between ranks",

@@ -106,8 +106,10 @@ class StepState:
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return full copies of all parameters and buffers by name, for ``model.load_state_dict``. Every rank calls it.
 
-        Buffers that the model does not save (``persistent=False``) are left out.
+        Buffers that the model does not save (``persistent=False``) are left out. Raises BatchError or RunError if ranks
+        have used different batches or options.
         """
+        self.local.comparison.compare(self.local.rank.step)
         return {
             name: value
             for entry, value in copies(self.local)
@@ -129,8 +131,9 @@ class StepState:
             memory: Limit in bytes of the copies on a rank.
 
         Raises RunError on all ranks for changes that differ between ranks, and if the copies need more than `memory`
-        bytes.
+        bytes; BatchError or RunError if ranks have used different batches or options.
         """
+        self.local.comparison.compare(self.local.rank.step)
         with (
             self.local.state.access.inside(),
             full_model(self.local, self._own_model(), self._model, rank, memory) as model,

@@ -111,6 +111,37 @@ def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
         assert "  why:   lr=0.1 on ranks 0, 2, 3; lr=0.3 on rank 1\n" in said
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_difference_of_one_step_is_seen_in_the_next_comparison_or_before_a_save(saved: bool) -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        for number in range(1, 9):
+            own = example["x"] + (number == 6 and step.world.rank == 1)
+            step({"x": own, "y": example["y"]})
+            if saved and number == 7:
+                step.comparison.compare(step.rank.step)
+
+    for said in told(body, BatchError, mesh=2):
+        assert said.startswith("'x' of the batch of step 6 differs between ranks\n")
+        assert f"(seen in step {7 if saved else 8}: updates since then differ as well)" in said
+
+
+def test_an_option_that_was_another_for_one_step() -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        for number in range(1, 8):
+            (group,) = step.optimizer.param_groups
+            group["lr"] = 0.3 if number == 5 and step.world.rank == 1 else 0.1
+            step(example)
+        step.comparison.compare(step.rank.step)
+
+    for said in told(body, RunError, mesh=2):
+        assert said.startswith("in step 5 the options of the optimizer differ between ranks\n")
+        assert "lr=0.1 on rank 0; lr=0.3 on rank 1 (seen in step 7" in said
+
+
 def test_options_that_all_ranks_begin_with() -> None:
     first, second = [{"lr": "0.1", "eps": "1"}, {"lr": "0.2"}], [{"lr": "0.1", "eps": "2"}, {"lr": "0.2"}]
     assert shared_options([first, second, first]) == {(0, "lr"), (1, "lr")}

@@ -242,7 +242,7 @@ def test_a_stage_with_a_learning_rate_of_its_own(tmp_path: Path) -> None:
     result = launch(tmp_path, 2, RATES)
     said = result.stdout + result.stderr
     assert result.returncode != 0
-    assert "in step 4 the options of the optimizer differ between ranks" in said, said
+    assert "in step 3 the options of the optimizer differ between ranks" in said, said
     assert "lr=0.3 on rank 0; lr=0.15 on rank 1" in said, said
 
 
