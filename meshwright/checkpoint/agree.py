@@ -10,7 +10,6 @@ from meshwright import heartbeat
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.runtime.step import LocalStep
 
-TEXT_BYTES = 1 << 15
 SAID = 1500  # characters of an error message that other ranks receive
 
 
@@ -48,15 +47,18 @@ def unpacked(text: str, before: str = "") -> CheckpointError:
 
 
 def _told(step: LocalStep, text: str, source: int) -> str:
-    data = text.encode()[:TEXT_BYTES]
-    box = torch.zeros(TEXT_BYTES + 8, dtype=torch.uint8)
-    box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    box[TEXT_BYTES:] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-    box = box.to(step.rank.device)
+    """A rank's text, however long, on every rank. Collective."""
+    data = text.encode() if step.world.rank == source else b""
+    device = step.rank.device
+    size = torch.tensor([len(data)], device=device)
     heartbeat.of("a word")
+    step.world.broadcast(size, source)
+    if not int(size):
+        return ""
+    filled = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(int(size))
+    box = filled.to(device, torch.uint8)
     step.world.broadcast(box, source)
-    found = box.cpu().numpy().tobytes()
-    return found[: int.from_bytes(found[TEXT_BYTES:], "little")].decode(errors="ignore")
+    return box.cpu().numpy().tobytes().decode()
 
 
 __all__ = ["confirm", "from_first", "packed", "unpacked"]

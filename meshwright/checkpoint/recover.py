@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from meshwright.checkpoint.agree import from_first
 from meshwright.checkpoint.fill import met
 from meshwright.checkpoint.folder import in_turn
 from meshwright.checkpoint.index import NAME, Index, read_index, to_text
@@ -51,7 +50,7 @@ def recover(
         folder = machines.own / f"again.{step.world.rank}"
         try:
             together(step, path, lambda one=one, folder=folder: _laid_out(step, machines, one, folder))
-            text = _from_first(step, (folder / NAME).read_text("utf-8") if step.world.rank == 0 else "")
+            text = from_first(step, (folder / NAME).read_text("utf-8") if step.world.rank == 0 else "")
             together(step, path, lambda one=one, f=folder, t=text: _fetched(step, machines, one, f, t))
             loaded = load_from(step, path, folder, **options)
         except CheckpointError as error:
@@ -183,19 +182,6 @@ def _asking(machines: Machines) -> Iterator[Callable[[int], Neighbour]]:
     finally:
         for one in known.values():
             one.close()
-
-
-def _from_first(step: LocalStep, text: str) -> str:
-    """Rank 0's text, however long, on every rank. Collective."""
-    device = step.rank.device
-    size = torch.tensor([len(text.encode())], device=device)
-    step.world.broadcast(size, 0)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if step.world.rank == 0:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    data = data.to(device)
-    step.world.broadcast(data, 0)
-    return data.cpu().numpy().tobytes().decode()
 
 
 __all__ = ["recover"]

@@ -43,13 +43,10 @@ class RankComparison:
         self.options: Which | None = None
         self.often = -1  # the step up to which ranks compare each time: one of them has just joined
         self._begun: tuple[int, list[tuple[int, Word]], torch.Tensor, Work] | None = None
-        self._open: list[
-            tuple[int, Word]
-        ] = []  # steps that were not compared yet, with what ranks use in them
-        self._options: tuple[Sequence[Sequence[object]], str] = (
-            [],
-            "",
-        )  # those of the last step, and their text
+        # Steps that were not compared yet, with what ranks use in them.
+        self._open: list[tuple[int, Word]] = []
+        # The optimizer's options in the last step, and their text.
+        self._options: tuple[Sequence[Sequence[object]], str] = ([], "")
 
     def begin(
         self,

@@ -47,7 +47,7 @@ def test_the_same_cuts_are_those_that_propagation_finds_there(model, dp, level):
 
 
 @pytest.mark.parametrize(
-    ("mode", "wish"),
+    ("mode", "options"),
     [
         ("recursive_programming", {}),
         ("dynamic_programming", {"optimizer_parallel": 3, "threshold_kb": 0}),
@@ -55,13 +55,13 @@ def test_the_same_cuts_are_those_that_propagation_finds_there(model, dp, level):
         ("data_parallel", {"pipeline": 2, "micro_batches": 2, "optimizer_parallel": 2, "threshold_kb": 0}),
     ],
 )
-@quick(lambda mode, wish: mode == "recursive_programming" or "pipeline" in wish)
-def test_a_plan_on_half_and_twice_as_many_ranks_is_proved(model, mode, wish):
-    how = {**wish, "mode": mode} | ({"cluster": CLUSTER} if mode.endswith("programming") else {})
-    plan, graph = made(model, {"dp": 2, "tp": 2} if "pipeline" not in wish else {"dp": 2}, **how)
+@quick(lambda mode, options: mode == "recursive_programming" or "pipeline" in options)
+def test_a_plan_on_half_and_twice_as_many_ranks_is_proved(model, mode, options):
+    how = {**options, "mode": mode} | ({"cluster": CLUSTER} if mode.endswith("programming") else {})
+    plan, graph = made(model, {"dp": 2, "tp": 2} if "pipeline" not in options else {"dp": 2}, **how)
     for dp in (1, 4):
         mesh = Mesh.of({name: dp if name == "dp" else 2 for name, _ in plan.mesh.names})
-        world = Mesh.of({"pp": 2, "dp": dp}) if "pipeline" in wish else None
+        world = Mesh.of({"pp": 2, "dp": dp}) if "pipeline" in options else None
         found = on_other_ranks(plan, graph, mesh, world)
         assert found.ranks.size == dp * plan.ranks.size // 2
         assert mw.verify(*model[:2], loss=model[2], plan=found).raise_if_different().ok
