@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright import heartbeat
 from meshwright.agreement import source_of
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
@@ -106,7 +107,7 @@ class ManualStep:
         self.optimizer = optimizer(self.parameters)
         pending = [(p, self.axes) for p in self._shared]
         self.buckets = GradientBuckets(within.comm, pending, bucket_bytes=bucket_bytes)
-        self._synced, self._accumulated = True, False
+        self._synced, self._accumulated, self._updates = True, False, 0
 
     def __call__(self, batch: Any, *, update: bool = True) -> Any:
         """Run one step on this rank's own batch, of any shape, and return the mean loss over the reduced axes.
@@ -117,6 +118,11 @@ class ManualStep:
         """
         check_switches(update=update)
         self._check_parameters()
+        heartbeat.step(self._updates + 1)
+        with heartbeat.during(heartbeat.IN_STEP):
+            return self._step(batch, update)
+
+    def _step(self, batch: Any, update: bool) -> Any:
         kept = [p.grad if self._accumulated else None for p in self.parameters]
         ends = update and self._synced
         if ends:
@@ -128,6 +134,7 @@ class ManualStep:
         value, outputs = self._forward(batch)
         value.backward()
         self._accumulated = not ends
+        self._updates += ends
         found = self._finish(value.detach()) if ends else value.detach()
         vars(found).update(AFTER_BACKWARD)
         return (found, *outputs) if outputs else found

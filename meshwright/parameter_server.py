@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright import heartbeat
 from meshwright.capture.pytree import leaves
 from meshwright.capture.trace import scalar_of
 from meshwright.checkpoint.load import Loaded
@@ -166,6 +167,8 @@ class ServerStep:
             return self._step(batch, weight)
         finally:
             self._active = False
+            heartbeat.step(self.steps)
+            heartbeat.doing(heartbeat.OWN_CODE)
 
     def _step(self, batch: Any, weight: float) -> Any:
         for parameter in (*self._rest.values(), *self._dense.values()):

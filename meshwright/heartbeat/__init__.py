@@ -14,7 +14,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.heartbeat.record import BESIDE, ENDED, FOR_SAVE, IN_STEP, NONE, OWN_CODE, WAIT, Entry, Pulse
+from meshwright.heartbeat.record import (
+    BESIDE,
+    ENDED,
+    FOR_SAVE,
+    IN_STEP,
+    NONE,
+    OWN_CODE,
+    SHUTDOWN,
+    WAIT,
+    Entry,
+    Pulse,
+)
 
 OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
 STORE = (
@@ -117,6 +128,7 @@ __all__ = [
     "OWN",
     "OWN_CODE",
     "RAISED",
+    "SHUTDOWN",
     "STORE",
     "Entry",
     "alive",

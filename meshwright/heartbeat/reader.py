@@ -66,6 +66,14 @@ def computes(data: bytes) -> bool:
     return bool(patient) and WAITING.unpack_from(data, WAIT)[1] < 0
 
 
+def long_wait(data: bytes, now: float) -> float:
+    """For how many seconds a rank with this record has waited for one and the same collective; 0 if it does not."""
+    if len(data) < SIZE:
+        return 0.0
+    waits = [WAITING.unpack_from(data, at) for at in (WAIT, BESIDE)]
+    return max((now - since for since, kind, _, number, _ in waits if kind >= 0 and number > 0), default=0.0)
+
+
 def read(path: Path) -> Seen | None:
     """The record of a rank; None where it has none."""
     try:
@@ -93,4 +101,4 @@ def read(path: Path) -> Seen | None:
     )  # fmt: skip
 
 
-__all__ = ["Group", "Seen", "Waits", "computes", "read"]
+__all__ = ["Group", "Seen", "Waits", "computes", "long_wait", "read"]

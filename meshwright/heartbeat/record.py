@@ -27,6 +27,7 @@ SIZE = LATEST + BEGUN.size * KEPT
 NONE = -1
 OWN_CODE, IN_STEP = "the script's own code", "a step"
 ENDED = "the end of its script"  # what a rank comes to last, with an error or without
+SHUTDOWN = "mw.shutdown()"  # the barrier at the end of a script
 FOR_SAVE = "waiting for its save"  # what a rank does while a thread of its own ends a checkpoint
 
 Entry = tuple[int, int, int, int]  # kind, group, number, of what

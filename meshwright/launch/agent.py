@@ -22,6 +22,7 @@ from pathlib import Path
 
 from meshwright.errors import LaunchError
 from meshwright.launch import bind, bootstrap, failure, reaper, terminal
+from meshwright.launch.departures import HINT, Departures, leaving
 from meshwright.launch.hang_watch import Watch
 from meshwright.launch.job import Job, check
 from meshwright.launch.keeper import Keeper, memory_folder
@@ -103,7 +104,7 @@ def _attempt(
     heard: list[int],
 ) -> Outcome:
     alone = span.places == 1
-    watch = Watch(records, folder, span.nproc, job.hang_seconds if alone else 0, run_id)
+    watch = Watch(records, folder, span.ranks, job.hang_seconds if alone else 0, run_id)
     shared = {name: value for name, value in os.environ.items() if name != SECRET}
     shared["TORCHELASTIC_RUN_ID"] = run_id
     shown = _shown(job, span)
@@ -117,26 +118,37 @@ def _attempt(
         if job.on_failure == "continue" and isinstance(party, Alone):
             left = Survivors(records, ranks, span.nproc, party.budget)
         failed = ranks.failed if left is None else left.over
-        while ranks.running() and not failed() and not heard and not party.over():
-            port.look()
-            keeper.look(records, span.address)
-            time.sleep(job.poll_seconds)
+        with Departures(records, ranks, span, party.place, goes_on=left is not None) as departures:
+            while not (failed() or heard or party.over() or departures.found) and ranks.running():
+                port.look()
+                keeper.look(records, span.address)
+                time.sleep(job.poll_seconds)
+        vain = None if departures.found is None else watch.explained(departures.found, HINT, shown=0)
         if heard:
             ranks.stop(heard[0], job.grace_seconds, lambda: len(heard) > 1)
             party.stopped(128 + heard[0])
             raise Stopped
-        cut_short = left is None and bool(ranks.running()) and not ranks.failed()
+        cut_short = left is None and vain is None and bool(ranks.running()) and not ranks.failed()
         seconds = job.grace_seconds if party.grows() else min(job.grace_seconds, AFTER_FAILURE_SECONDS)
         ranks.stop(signal.SIGTERM, seconds)
     if heard:
         party.stopped(128 + heard[0])
         raise Stopped
+    if vain is not None:
+        return Outcome(1, vain, folder)
     survived = frozenset() if left is None else left.survived
-    return _outcome(job, span, ranks, watch, folder, cut_short, survived)
+    return _outcome(job, span, ranks, watch, departures, folder, cut_short, survived)
 
 
 def _outcome(
-    job: Job, span: Span, ranks: Ranks, watch: Watch, folder: Path, cut_short: bool, survived: Collection[int]
+    job: Job,
+    span: Span,
+    ranks: Ranks,
+    watch: Watch,
+    departures: Departures,
+    folder: Path,
+    cut_short: bool,
+    survived: Collection[int],
 ) -> Outcome:
     """How an attempt has ended on this machine. `cut_short`: another one has ended it. `survived`: ranks without which
     the others went on."""
@@ -153,9 +165,8 @@ def _outcome(
     stopped = {e.rank for e in ends if e.stopped and not failure.raised(e)}
     whole = set(span.ranks) - {e.rank for e in ends} | {r for r in stopped if watch.ended(r)}
     lost = failure.lost_a_peer(failure.tail(end.log))
-    if whole and lost:
-        done = [folder / f"rank{rank}.log" for rank in sorted(whole)]
-        error = failure.ended_early(error, done, span.world)
+    if lost and (early := departures.early(whole)):
+        error = failure.ended_early(error, leaving(early, span.world), folder / f"rank{early[0].rank}.log")
     # Who joined or was left has not begun the same collectives as the others.
     if job.on_failure != "continue" and (odd := watch.left_out()):
         error = LaunchError(
@@ -176,7 +187,6 @@ def _settings(job: Job, span: Span, folder: Path, records: Path, shown: int) -> 
         "launcher": os.getpid(),
         "log_dir": str(folder),
         "records": str(records),
-        "watched": bool(job.hang_seconds),
         "env": _default_env(span, bound),
         "fixed_env": {
             "PYTHONUNBUFFERED": "1",

@@ -1,11 +1,11 @@
 """The first thing a rank executes: tie its life to the launcher's, point its output at its log, become the script.
 
 Run as ``python -I -S bootstrap.py SETTINGS command...`` where SETTINGS is JSON: `launcher` (a process id), `log_dir`,
-`records` (a folder of this attempt alone, in which ranks meet and leave words for the launcher), `watched` (whether
-each keeps a record there, see `meshwright.heartbeat`), `env` (defaults that the user's own environment wins
-over), `fixed_env`, `shown_env` (for the rank `shown`, which is shown on the terminal), `cores` (by local rank, those
-it may use; empty: all). It ends in `exec`, so the script is
-`__main__` of an ordinary interpreter: tracebacks, pickling and multiprocessing are those of ``python script.py``.
+`records` (a folder of this attempt alone, in which ranks meet, leave words for the launcher and keep a record each, see
+`meshwright.heartbeat`), `env` (defaults that the user's own environment wins over), `fixed_env`, `shown_env` (for the
+rank `shown`, which is shown on the terminal), `cores` (by local rank, those it may use; empty: all). It ends in `exec`,
+so the script is `__main__` of an ordinary interpreter: tracebacks, pickling and multiprocessing are those of ``python
+script.py``.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ def main() -> None:
     env["MESHWRIGHT_STORE"] = (
         f"{os.getpid()}:{settings['records']}/store"  # see `meshwright.runtime.rendezvous`
     )
-    if settings["watched"]:  # of what this rank does, for the launcher to look at when nothing moves
-        path = f"{settings['records']}/rank{os.environ['RANK']}"
-        number = os.open(f"{path}.pid", os.O_WRONLY | os.O_CREAT, 0o644)
-        os.write(number, str(os.getpid()).encode())
-        os.close(number)
-        env["MESHWRIGHT_PULSE"] = f"{os.getpid()}:{path}"
+    # of what this rank does, for the launcher to look at when others wait for it, or nothing moves
+    path = f"{settings['records']}/rank{os.environ['RANK']}"
+    number = os.open(f"{path}.pid", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.write(number, str(os.getpid()).encode())
+    os.close(number)
+    env["MESHWRIGHT_PULSE"] = f"{os.getpid()}:{path}"
     log = f"{settings['log_dir']}/rank{os.environ['RANK']}.log"
     nothing = os.open(os.devnull, os.O_RDONLY)
     # O_APPEND: both streams and all of a rank's children write one file, each at its end

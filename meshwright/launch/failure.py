@@ -135,15 +135,13 @@ def explain(
     return LaunchError(what, why=why, where=where, hint=hint)
 
 
-def ended_early(error: LaunchError, done: Sequence[Path], world_size: int) -> LaunchError:
-    """The error where those that failed only lost a peer, and some ranks had ended without one: with the exit code 0.
-    `done`: their logs."""
-    ranks = [path.stem.removeprefix("rank") for path in done]
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+def ended_early(error: LaunchError, who: str, log: Path) -> LaunchError:
+    """The error where those that failed only lost a peer, and `who` had ended before without an error. `log`: its
+    own."""
     return LaunchError(
-        f"{named} of {world_size} ended with exit code 0 while others had not come to the end",
+        f"{who} while others had not come to the end",
         why=f"{error.what}\n         {error.why}",
-        where=f"log {done[0]}",
+        where=f"log {log}",
         hint="all ranks do as many steps, and end with mw.shutdown(), which waits for all: look for a sys.exit, a "
         "return or a loop that is shorter there",
     )

@@ -55,8 +55,8 @@ def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding
         lines.append(said)
     if not hanging and for_whom:  # in a circle, and nothing tells who began it
         hanging = sorted(for_whom)
-        what = f"{_ranks(hanging)} of {world} wait for one another"
-        return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(_waiting(states, hanging)))
+        what = f"{named_ranks(hanging)} of {world} wait for one another"
+        return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(waiting_lines(states, hanging)))
     if not hanging:
         running = {r: s for r, s in states.items() if s.seen and s.process == "running"}
         busy = (OWN_CODE, ENDED)
@@ -65,11 +65,13 @@ def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding
             return None
     lines += [f"{_named(rank)}: {_doing(states[rank], now)}" for rank in hanging[:SHOWN]]
     others = [rank for rank in for_whom if rank not in hanging]
-    lines += _waiting(states, others)
+    lines += waiting_lines(states, others)
     verb = "hangs" if len(hanging) == 1 else "hang"
     if hanging == [r for r in hanging if states[r].process == "stopped"]:
         verb = "is stopped" if len(hanging) == 1 else "are stopped"
-    return Finding(tuple(hanging), f"{_ranks(hanging)} of {world} {verb}: {_silence(seconds)}", tuple(lines))
+    return Finding(
+        tuple(hanging), f"{named_ranks(hanging)} of {world} {verb}: {_silence(seconds)}", tuple(lines)
+    )
 
 
 def _silence(seconds: float) -> str:
@@ -106,7 +108,7 @@ def differ(states: Mapping[int, State]) -> tuple[list[int], str] | None:
                 odd = sorted(r for r, kind in kinds.items() if kind != usual)
                 example = next(r for r, kind in kinds.items() if kind == usual)
                 return odd, (
-                    f"{_ranks(odd)} left a collective out, or began one too many: the {_which(group, number)} "
+                    f"{named_ranks(odd)} left a collective out, or began one too many: the {_which(group, number)} "
                     f"is {_of(*kinds[odd[0]])} there, and {_of(*usual)} on {_named(example)}"
                 )
     return None
@@ -143,7 +145,7 @@ def _within(seen: Seen) -> str:
     return f"{seen.doing}{numbers} {'of' if numbers or seen.doing == IN_STEP else 'after'} step {seen.step}"
 
 
-def _waiting(states: Mapping[int, State], ranks: Iterable[int]) -> list[str]:
+def waiting_lines(states: Mapping[int, State], ranks: Iterable[int]) -> list[str]:
     """A line for all ranks that wait for the same."""
     by_text: dict[str, list[int]] = {}
     for rank in ranks:
@@ -153,7 +155,7 @@ def _waiting(states: Mapping[int, State], ranks: Iterable[int]) -> list[str]:
         said = f"{_of(waits.kind, waits.of)}, {_which(waits.group, waits.number)}"
         by_text.setdefault(f"{said}: {_within(state.seen)}", []).append(rank)
     shown = [
-        f"{_ranks(r)} {'waits' if len(r) == 1 else 'wait'} in {text}"
+        f"{named_ranks(r)} {'waits' if len(r) == 1 else 'wait'} in {text}"
         for text, r in list(by_text.items())[:SHOWN]
     ]
     return [*shown, f"and {len(by_text) - SHOWN} more"] if len(by_text) > SHOWN else shown
@@ -167,7 +169,7 @@ def _which(group: Group, number: int) -> str:
     if group.axes in MESSAGES:
         return f"{_ordinal(number)} message from rank {group.ranks[0]} to rank {group.ranks[1]}"
     along = f" along {group.axes}" if group.axes else ""
-    return f"{_ordinal(number)} of {_ranks(sorted(group.ranks))}{along}"
+    return f"{_ordinal(number)} of {named_ranks(sorted(group.ranks))}{along}"
 
 
 def _ordinal(number: int) -> str:
@@ -179,7 +181,7 @@ def _named(rank: int) -> str:
     return f"rank {rank}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0 to 6`` or ``ranks 1, 5``."""
     if len(ranks) == 1:
         return _named(ranks[0])
@@ -188,4 +190,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-__all__ = ["Finding", "State", "diagnose", "differ"]
+__all__ = ["Finding", "State", "diagnose", "differ", "named_ranks", "waiting_lines"]

@@ -60,12 +60,13 @@ def process(pid: int) -> Process:
 
 
 class Watch:
-    """Watches the ranks of an attempt within a ``with`` block. `found` is what it has ended the attempt for.
+    """Watches `ranks` of an attempt within a ``with`` block. `found` is what it has ended the attempt for.
 
-    `records`: the folder of the ranks' records. `logs`: where their stacks go. `run_id` is that of the attempt."""
+    `records`: the folder of the ranks' records. `logs`: where their stacks go. `run_id` is that of the attempt.
+    `seconds`: of silence, 0 for ever."""
 
-    def __init__(self, records: Path, logs: Path, world: int, seconds: float, run_id: str) -> None:
-        self.records, self.logs, self.world, self.seconds, self.run_id = records, logs, world, seconds, run_id
+    def __init__(self, records: Path, logs: Path, ranks: Sequence[int], seconds: float, run_id: str) -> None:
+        self.records, self.logs, self.ranks, self.seconds, self.run_id = records, logs, ranks, seconds, run_id
         self.found: LaunchError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch for hangs", daemon=True)
@@ -85,18 +86,19 @@ class Watch:
 
     def _watch(self) -> None:
         last: list[bytes] = []
-        cpu = [0.0] * self.world
+        cpu = [0.0] * len(self.ranks)
         since = time.monotonic()
         while not self._stop.wait(min(LOOK_SECONDS, self.seconds / 4)):
-            marks, now = [self._mark(rank) for rank in range(self.world)], time.monotonic()
-            used = [process(self._pid(r)).seconds if computes(m) else 0.0 for r, m in enumerate(marks)]
+            marks, now = [self._mark(rank) for rank in self.ranks], time.monotonic()
+            both = zip(self.ranks, marks, strict=True)
+            used = [process(self._pid(r)).seconds if computes(m) else 0.0 for r, m in both]
             least = BUSY * max(1.0, now - since)
             if marks != last or any(u - c >= least for u, c in zip(used, cpu, strict=True)):
                 last, cpu, since = marks, used, now
             elif now - since >= self.seconds:
                 finding = diagnose(self._states(), now - since, now)
                 if finding is not None:
-                    self.found = self._error(finding)
+                    self.found = self.explained(finding, HINT)
                     reaper.sweep(self.run_id)
                     return
                 self._say(now - since)
@@ -116,7 +118,7 @@ class Watch:
     def _states(self) -> dict[int, State]:
         return {
             rank: State(read(self.records / f"rank{rank}"), process(self._pid(rank)).word)
-            for rank in range(self.world)
+            for rank in self.ranks
         }
 
     def ended(self, rank: int) -> bool:
@@ -131,7 +133,7 @@ class Watch:
 
     def _say(self, seconds: float) -> None:
         """Once: all are silent, and it may be as it should."""
-        if not self._told and any(self._mark(r) for r in range(self.world)):
+        if not self._told and any(self._mark(r) for r in self.ranks):
             print(
                 f"no rank has said anything for {seconds:.0f} s; none waits for another, so it may be busy in the "
                 "script's own code",
@@ -140,26 +142,27 @@ class Watch:
             )
         self._told = True
 
-    def _error(self, finding: Finding) -> LaunchError:
+    def explained(self, finding: Finding, hint: str, shown: int = FRAMES) -> LaunchError:
+        """The error for a finding, with the places in the scripts of the ranks that it names. `shown`: so many frames
+        of each."""
         stacks = self._stacks()
         lines, where = list(finding.lines), []
         for rank in finding.ranks[:2]:
             frames = _frames(stacks.get(rank, ""))
-            if frames:
+            if frames and shown:
                 lines.append(f"rank {rank} is at")
-                lines += [f"  {file}:{line} in {name}" for file, line, name in frames[:FRAMES]]
-                own = [f for f in frames if not _of_a_library(f[0])]
-                where += [f"{file}:{line}" for file, line, _ in own[:1]]
+                lines += [f"  {file}:{line} in {name}" for file, line, name in frames[:shown]]
+            where += [f"{file}:{line}" for file, line, _ in frames if not _of_a_library(file)][:1]
         kept = [self.logs / f"rank{rank}.stack" for rank in finding.ranks[:1] if stacks.get(rank)]
         where += [f"log {self.logs / f'rank{finding.ranks[0]}.log'}", *(f"stacks {p}" for p in kept)]
         why = "\n         ".join(lines)
-        return LaunchError(finding.what, why=why, where=", ".join(where), hint=HINT)
+        return LaunchError(finding.what, why=why, where=", ".join(where), hint=hint)
 
     def _stacks(self) -> dict[int, str]:
         """The Python stacks of the ranks that can write them, which are kept beside their logs."""
         alive = set(reaper.members(self.run_id))
         asked = {}
-        for rank in range(self.world):
+        for rank in self.ranks:
             pid, path = self._pid(rank), self.records / f"rank{rank}.stack"
             if pid in alive and path.exists() and process(pid).word == "running":
                 with contextlib.suppress(OSError):

@@ -48,7 +48,7 @@ class Member:
         logs: Path,
         heard: Callable[[], bool],
     ) -> None:
-        self._nodes, self._place, self._restarts, self.trust = nodes, place, restarts, place.trust
+        self._nodes, self.place, self._restarts, self.trust = nodes, place, restarts, place.trust
         self._node = m.Node(nodes.id, socket.gethostname(), nproc, nodes.index)
         self._records, self._logs, self._heard = records, logs, heard
         self._client = Client(place, patience=TURN_SECONDS)
@@ -65,7 +65,7 @@ class Member:
     def __enter__(self) -> Member:
         nodes = self._nodes
         first = nodes.index == 0 or (nodes.index < 0 and is_here(nodes.host, nodes.port))
-        if first and not _listens(self._place):
+        if first and not _listens(self.place):
             self._start_scheduler()
         return self
 
@@ -97,7 +97,7 @@ class Member:
             "launcher": os.getpid(),
         }
         command = [sys.executable, "-P", "-m", "meshwright.launch.scheduler_process", json.dumps(settings)]
-        env = {**os.environ, SECRET: self._place.trust.secret}
+        env = {**os.environ, SECRET: self.place.trust.secret}
         with log.open("wb") as out:
             self._scheduler = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
@@ -107,7 +107,7 @@ class Member:
             if time.monotonic() > end or self._heard():
                 break
             time.sleep(0.02)
-        if self._scheduler.poll() is not None and not _listens(self._place):  # else another node was faster
+        if self._scheduler.poll() is not None and not _listens(self.place):  # else another node was faster
             told = log.read_text(errors="replace").strip()
             raise LaunchError(told.removeprefix("LaunchError: ") or "the scheduler ended", where=f"log {log}")
 
@@ -130,8 +130,8 @@ class Member:
         self._attempt, self._state = formed.attempt, NOTHING
         address = self._client.own_address()
         self._close_tunnel()
-        self._tunnel = Tunnel(self._place, formed.attempt).__enter__()
-        self._place.write(self._records / FILE)
+        self._tunnel = Tunnel(self.place, formed.attempt).__enter__()
+        self.place.write(self._records / FILE)
         threading.Thread(target=self._follow, args=(formed.attempt,), daemon=True).start()
         return Span(
             nproc=self._node.nproc,
@@ -148,7 +148,7 @@ class Member:
     def _follow(self, attempt: int) -> None:
         """Tell the scheduler that this machine is alive, and hear what happens, while an attempt lasts. One that is
         away ends nothing: the ranks do not need it to go on."""
-        client, seen = Client(self._place, patience=TURN_SECONDS), -1
+        client, seen = Client(self.place, patience=TURN_SECONDS), -1
         while self._attempt == attempt:
             watch = m.Watch(self._node.id, attempt, seen, WATCH_SECONDS)
             try:
@@ -222,7 +222,7 @@ class Member:
         return ended or forgot or time.monotonic() - self._heard_at > REPORT_SECONDS
 
     def _report(self, report: m.Report, patience: float) -> bool:
-        client = Client(self._place, patience)
+        client = Client(self.place, patience)
         with contextlib.suppress(LaunchError):
             client.ask(report, m.Done)
             return True

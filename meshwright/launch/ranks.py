@@ -59,6 +59,10 @@ class Ranks:
         """Return whether a rank has said that its script raised."""
         return (self.records / f"rank{rank}{RAISED}").exists()
 
+    def ended_well(self) -> list[int]:
+        """The ranks that have ended without an error."""
+        return [rank for rank, p in self._processes.items() if p.poll() == 0 and not self.raised(rank)]
+
     def failed(self) -> bool:
         """Return whether a rank has ended with an error, or is about to."""
         return any(p.poll() or self.raised(rank) for rank, p in self._processes.items())

@@ -60,7 +60,7 @@ class Alone:
     """One machine: nobody else to wait for. `Member` (`membership.py`) is the same for one of several."""
 
     def __init__(self, nproc: int, restarts: int) -> None:
-        self._nproc, self.budget, self.trust = nproc, Budget(restarts), Trust()
+        self._nproc, self.budget, self.trust, self.place = nproc, Budget(restarts), Trust(), None
         self._attempt = -1
 
     def __enter__(self) -> Alone:

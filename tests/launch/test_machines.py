@@ -202,3 +202,46 @@ def test_a_scheduler_of_its_own_may_start_again(launches: Launches, several: Sev
     out, error = after.communicate(timeout=60)
     assert (after.returncode, error) == (0, ""), out
     launches.wait_until_gone()
+
+
+LEAVES = """
+    import os, sys
+    import torch
+    import meshwright as mw
+    from meshwright.examples import mlp
+
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh={"dp": 3})
+    for number in range(3):
+        if number == 2 and os.environ["RANK"] == "0":
+            if sys.argv[1] == "ends":
+                os._exit(0)
+            break
+        step(batch)
+    mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "shuts down",
+            "rank 0 of 3 came to mw.shutdown() after step 2, and ranks 1, 2 wait for it in step 3",
+        ),
+        pytest.param(
+            "ends",
+            "rank 0 of 3 ended with exit code 0 after step 2 while others had not come to the end",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_leaves_is_named_on_another_machine(
+    launches: Launches, several: Several, how: str, said: str
+) -> None:
+    script = launches.script(LEAVES)
+    jobs = [several.start(i, script, how) for i in (0, 1)]
+    ends = [job.communicate(timeout=200) for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1], ends
+    assert all(said in err for _, err in ends), ends
+    launches.wait_until_gone()

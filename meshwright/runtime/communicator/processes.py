@@ -96,7 +96,7 @@ def leave() -> None:
     """
     peers.check()
     everybody = tuple(range(dist.get_world_size()))
-    with heartbeat.waiting(heartbeat.begun("mw.shutdown()", everybody)):
+    with heartbeat.waiting(heartbeat.begun(heartbeat.SHUTDOWN, everybody)):
         dist.barrier()
     for groups in _living:
         groups.forget()
