@@ -220,7 +220,7 @@ class Departures:
         """Tell the other machines who has left."""
         if self._client is None or gone == self._told or not gone:
             return
-        with contextlib.suppress(LaunchError):  # the scheduler is away: told with the next look
+        with contextlib.suppress(LaunchError):  # the scheduler is away: said again at the next look
             self._client.set(f"{self._words}/{self._span.place}", msgspec.msgpack.encode(gone))
             self._client.add(self._words, 1)
             self._told = gone

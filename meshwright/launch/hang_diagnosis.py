@@ -142,7 +142,9 @@ def _within(seen: Seen) -> str:
     numbers = f"({', '.join(map(str, seen.numbers))})" if seen.numbers else ""
     if seen.step < 0:
         return f"{seen.doing}{numbers}"
-    return f"{seen.doing}{numbers} {'of' if numbers or seen.doing == IN_STEP else 'after'} step {seen.step}"
+    if seen.doing == IN_STEP:
+        return f"in step {seen.step}"
+    return f"{seen.doing}{numbers} {'of' if numbers else 'after'} step {seen.step}"
 
 
 def waiting_lines(states: Mapping[int, State], ranks: Iterable[int]) -> list[str]:

@@ -63,7 +63,7 @@ class Watch:
     """Watches `ranks` of an attempt within a ``with`` block. `found` is what it has ended the attempt for.
 
     `records`: the folder of the ranks' records. `logs`: where their stacks go. `run_id` is that of the attempt.
-    `seconds`: of silence, 0 for ever."""
+    `seconds`: without a movement, 0 for ever."""
 
     def __init__(self, records: Path, logs: Path, ranks: Sequence[int], seconds: float, run_id: str) -> None:
         self.records, self.logs, self.ranks, self.seconds, self.run_id = records, logs, ranks, seconds, run_id

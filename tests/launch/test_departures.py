@@ -45,7 +45,7 @@ def test_who_waits_for_a_rank_in_shutdown_waits_in_vain() -> None:
         finding.what == "rank 1 of 3 came to mw.shutdown() after step 4, and ranks 0, 2 wait for it in step 5"
     )
     assert finding.lines == (
-        "ranks 0, 2 wait in the all_reduce of %a, 8th of ranks 0 to 2 along dp: a step of step 5",
+        "ranks 0, 2 wait in the all_reduce of %a, 8th of ranks 0 to 2 along dp: in step 5",
     )
 
 
