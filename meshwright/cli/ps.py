@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,13 @@ from meshwright.cli.common import JsonOption
 from meshwright.errors import ServerError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from meshwright.servers.messages import Seen
 
 app = typer.Typer(no_args_is_help=True, help="Look at the parameter servers of a running job.")
 AWAY_SECONDS = 2.0
+WIDTH = 80  # of a terminal: nothing here is wider
 
 
 @app.callback()
@@ -67,50 +71,59 @@ def status(
 
 def _show(folder: Path, seen: dict[int, Seen | str]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    there = {number: each for number, each in seen.items() if not isinstance(each, str)}
+    console = Console(width=max(Console().width, WIDTH))
+    if there:
+        bounds, oldest = [each.bound for each in there.values()], max(s.counts.oldest for s in there.values())
+        bound = "without a bound" if bounds[0] is None else f"staleness {bounds[0]}"
+        print(f"{folder}\n{bound}; the oldest value that was read was {oldest} steps behind\n")
+    for table in tables(there):
+        console.print(table)
+        print()
+    for text in seen.values():
+        if isinstance(text, str):
+            print(text)
+
+
+def tables(seen: Mapping[int, Seen]) -> list[Table]:
+    """What is shown: the servers, their copies if they have any, and the workers. At most `WIDTH` columns wide."""
     from meshwright.redistribute.steps import show_bytes
 
-    there = [each for each in seen.values() if not isinstance(each, str)]
-    console = Console()
-    if there:
-        bound = "without a bound" if there[0].bound is None else f"staleness {there[0].bound}"
-        oldest = max(each.counts.oldest for each in there)
-        print(f"{folder}: {bound}; the oldest value that was read was {oldest} steps behind")
-    silent: list[str] = []
-    copied = any(each.copied is not None for each in there)
-    heads = ("server", "memory", "blocks", "updates", "waiting", "pulled", "pushed", "busy")
-    servers = Table(*heads, *(("copies", "copied to") if copied else ()))
+    servers, copies, workers = [], [], []
     for number, each in seen.items():
-        if isinstance(each, str):
-            silent.append(each)
-            continue
         counts, (since, worked) = each.counts, each.seconds
         numbers = (each.blocks, counts.updates, each.waiting)
         sizes = (show_bytes(counts.pulled_bytes), show_bytes(counts.pushed_bytes))
         busy = f"{100 * worked / since:.0f} %" if since else ""
-        where = (show_bytes(each.copies_bytes), _copied(each)) if copied else ()
-        servers.add_row(str(number), show_bytes(each.size_bytes), *map(str, numbers), *sizes, busy, *where)
-    if there:
-        console.print(servers)
-    for text in silent:
-        print(text)
-    clocks = {worker: clock for each in there for worker, clock in each.clocks.items()}
-    workers = Table("worker", "steps", "behind")
-    for worker, clock in sorted(clocks.items()):
-        workers.add_row(str(worker), str(clock), str(max(clocks.values()) - clock))
-    for worker, clock in sorted({w: c for each in there for w, c in each.left.items()}.items()):
-        if worker not in clocks:
-            workers.add_row(str(worker), str(clock), "has left")
-    if workers.rows:
-        console.print(workers)
+        servers.append((number, show_bytes(each.size_bytes), *numbers, *sizes, busy))
+        if each.copied is not None:
+            behind = each.copied.behind
+            where = ("no other yet", "") if behind is None else (each.copied.server, behind)
+            copies.append((number, *where, show_bytes(each.copies_bytes)))
+    clocks = {worker: clock for each in seen.values() for worker, clock in each.clocks.items()}
+    workers += [(w, clock, max(clocks.values()) - clock) for w, clock in sorted(clocks.items())]
+    gone = {worker: clock for each in seen.values() for worker, clock in each.left.items()}
+    workers += [(w, clock, "has left") for w, clock in sorted(gone.items()) if w not in clocks]
+    heads = ("server", "memory", "blocks", "updates", "waiting", "pulled", "pushed", "busy")
+    all_three = (
+        (heads, servers),
+        (("server", "its copy is on server", "changes behind", "copies of others"), copies),
+        (("worker", "steps", "behind"), workers),
+    )
+    return [_table(heads, rows) for heads, rows in all_three if rows]
 
 
-def _copied(seen: Seen) -> str:
-    """Where the copy of a server is, and whether it is complete."""
-    if seen.copied is None or seen.copied.behind is None:
-        return "no other yet"
-    return str(seen.copied.server) + (f", {seen.copied.behind} behind" if seen.copied.behind else "")
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for head in heads:
+        made.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
 
 
-__all__ = ["app"]
+__all__ = ["app", "tables"]

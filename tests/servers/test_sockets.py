@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import random
 import socket
@@ -15,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from meshwright.cli import app
+from meshwright.cli.ps import tables
 from meshwright.errors import ServerError
 from meshwright.servers import messages as m
 from meshwright.servers import serving, snapshots
+from meshwright.servers.counts import Counts
 from meshwright.servers.journal import Journal
 from meshwright.servers.meeting import InFolder
 from meshwright.servers.server import Server
@@ -233,6 +237,22 @@ def test_the_status_of_servers(jobs, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ServerError, match="no job with parameter servers runs here"):
         CliRunner().invoke(app, ["ps", "status"], catch_exceptions=False)
+
+
+def test_a_terminal_of_80_columns_shows_the_status_in_full():
+    counts = Counts(updates=1_234_567, pulled_bytes=10**12, pushed_bytes=10**12)
+    big = m.Seen(
+        "job", 0, 10**12, 4096, 64, {1024: 10**7}, {7: 10**7}, counts, (10.0, 10.0), m.Copied(63, 999), 10**12
+    )
+    screen = Console(width=80, file=io.StringIO())
+    for table in tables({63: big}):
+        screen.print(table)
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert "…" not in text and "1234567" in text and "100 %" in text
+    heads = [line.split() for line in text.splitlines() if "server " in line or "worker " in line]
+    assert heads[0] == "server memory blocks updates waiting pulled pushed busy".split()
+    assert len(heads) == 3
 
 
 def test_an_answer_that_comes_late_is_one(jobs, tmp_path):
