@@ -48,8 +48,8 @@ CALLED_HERE = {
         "how-to/come-from-mindspore.md",
     ),
     "parameter_server": (
-        'there is none; mw.on_host(table) and offload="optimizer" keep large tables off the device',
-        "reference/techniques.md",
+        'mw.train_step(…, mode="parameter_server") or mw.parameter_server(…), with mw.on_server(table)',
+        "how-to/use-parameter-servers.md",
     ),
     "zero": ("optimizer_parallel=1, 2 or 3", "reference/techniques.md"),
     "fsdp": ("optimizer_parallel=3", "reference/techniques.md"),

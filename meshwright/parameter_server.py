@@ -29,25 +29,27 @@ from meshwright.input_checks import check_function, check_model
 from meshwright.loss_value import AFTER_BACKWARD
 from meshwright.manual import world
 from meshwright.runtime.equal_start import start_equal
-from meshwright.runtime.rendezvous import launched_world
+from meshwright.runtime.mean_gradients import mean_gradients
+from meshwright.runtime.rendezvous import launched_rank, launched_world
 from meshwright.servers import messages as m
+from meshwright.servers import of_job
 from meshwright.servers.beside import Beside
 from meshwright.servers.declared import Optimizers, declared
-from meshwright.servers.local import Local, Transport
 from meshwright.servers.lookups import Lookups, no_values
 from meshwright.servers.marks import Factory, marked, tables
-from meshwright.servers.meeting import FOLDER, JOINS, meeting
+from meshwright.servers.meeting import JOINS
 from meshwright.servers.moving import use_servers
 from meshwright.servers.rejoin import take_part
-from meshwright.servers.server import Server
 from meshwright.servers.shards import MOST_SERVERS, Options, spread
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Traffic, Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 EPOCHS = 1 << 20  # between the seeds of two orders of samples
+SHARES = "each worker trains its share of every batch"
 STEP = "meshwright_server_step"
 Weight = Callable[[Any], float]
+Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
 
 
 def examples(batch: Any) -> float:
@@ -63,7 +65,8 @@ def examples(batch: Any) -> float:
 
 
 class ServerStep:
-    """A step with parameters on servers, returned by `mw.parameter_server`: ``loss = step(batch)``.
+    """A step with parameters on servers, returned by `mw.parameter_server`, and by `mw.train_step` with
+    ``mode="parameter_server"``: ``loss = step(batch)``.
 
     `optimizer`: change its options, as a schedule of the learning rate does; servers follow with the next push. In its
     groups, tensors on the meta device stand for parameters on servers. `rank`: the number of this worker. `worker`:
@@ -79,8 +82,10 @@ class ServerStep:
         factory: Factory,
         loss: Loss,
         staleness: int | None,
-        weight: Weight,
+        weight: Weight = examples,
+        share: Share | None = None,
     ) -> None:
+        """`share`: what this worker trains of a batch that all are given; None for a batch of its own."""
         if STEP in vars(model):
             raise ServerError(
                 "this model has a step with parameters on servers already", hint="use that step"
@@ -95,10 +100,10 @@ class ServerStep:
             if named[parameter.name].is_meta and (parameter.start is None or not parameter.table):
                 raise no_values(parameter.name)
         self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
-        count, number = launched_world(), int(os.environ.get("RANK", "0"))
-        transport, servers = _transport(count)
+        count, number = launched_world(), launched_rank()
+        transport, servers = of_job.transport(count)
         if isinstance(transport, Remote) and os.environ.get(JOINS):
-            number = self._comes_late(transport)
+            number = self._comes_late(transport, share is not None)
         job = transport.meeting.job if isinstance(transport, Remote) else "alone"
         # what is on no server is lost when all workers start again, so what servers have would not fit it
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self._rest else 0
@@ -120,10 +125,18 @@ class ServerStep:
         self._world = world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
-        take_part(int(os.environ.get("RANK", "0")), ALL_REDUCED if self._world is not None else "")
+        self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
+        unable = ALL_REDUCED if self._world is not None else SHARES if share is not None and count > 1 else ""
+        take_part(launched_rank(), unable)
 
-    def _comes_late(self, transport: Remote) -> int:
+    def _comes_late(self, transport: Remote, shares: bool) -> int:
         """The number of a worker that comes while others train. Raises ServerError where these would not notice."""
+        if shares:
+            raise ServerError(
+                "a worker cannot come while others train",
+                why=SHARES,
+                hint="mw.parameter_server(…), and batches by step.samples(…)",
+            )
         if self._rest:
             raise ServerError(
                 "a worker cannot come while others train",
@@ -156,11 +169,13 @@ class ServerStep:
         return self.worker.before + self.worker.clock
 
     def __call__(self, batch: Any) -> Any:
-        """Run one step on this worker's own batch, of any size, and return the loss of this batch.
+        """Run one step on this worker's own batch, of any size, and return the loss of this batch. With
+        ``mode="parameter_server"`` all workers are given the global batch, and each trains its share of it.
 
         In step (``staleness=0``) the update is that of one device on all workers' batches together, if the loss is a
         mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError.
         """
+        batch = self._own(batch)
         weight = self.weight(batch)
         self._active = True
         try:
@@ -180,7 +195,7 @@ class ServerStep:
         scalar_of(loss).backward()
         rows = self._lookups.gradients()
         if self._world is not None:
-            self._reduce(weight)
+            mean_gradients(list(self._rest.values()), weight, self._world.comm)
         if self._rest and self.optimizer is not None:
             self.optimizer.step()
         dense = {n: p.grad for n, p in self._dense.items() if p.grad is not None}
@@ -221,7 +236,7 @@ class ServerStep:
         try:
             with torch.no_grad():
                 self._pull_dense()
-                return self.loss(self.model, batch)
+                return self.loss(self.model, self._own(batch))
         finally:
             for module in training:
                 module.training = True
@@ -352,43 +367,10 @@ class ServerStep:
         self._sent = now
         return changed
 
-    def _reduce(self, weight: float) -> None:
-        """Replace the gradients of what is not on servers by their mean over all examples. Without one on any worker,
-        a parameter keeps none."""
-        assert self._world is not None
-        parameters = list(self._rest.values())
-        used = torch.tensor([weight, *(float(p.grad is not None) for p in parameters)])
-        flat = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() * weight for p in parameters
-        ]
-        axes = tuple(a.name for a in self._world.mesh.axes)
-        total = self._world.comm.all_reduce(torch.cat([used, *flat]), axes)
-        count, there, sums = (
-            total[0],
-            total[1 : len(used)],
-            total[len(used) :].split([p.numel() for p in parameters]),
-        )
-        for parameter, found, used_by in zip(parameters, sums, there.tolist(), strict=True):
-            parameter.grad = (found / count).view_as(parameter).to(parameter.dtype) if used_by else None
-
 
 def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
     values = parameter.detach().cpu()
     return values[rows.start : rows.stop] if table else values
-
-
-def _transport(workers: int) -> tuple[Transport, tuple[int, ...]]:
-    """The servers of this job, and their numbers; without any, one in this process, if it is alone."""
-    if (named := os.environ.get(FOLDER)) is not None:
-        found = meeting(Path(named))
-        return Remote(found), tuple(range(found.count()))
-    if workers > 1:
-        raise ServerError(
-            f"{workers} workers have no parameter server",
-            why="servers are processes of their own",
-            hint=f"meshwright run --servers 1 --workers {workers} script.py",
-        )
-    return Local({0: Server(0)}), (0,)
 
 
 def parameter_server(
@@ -414,12 +396,17 @@ def parameter_server(
 
     Raises ServerError for what servers cannot hold: an optimizer of the user's own, a table that forward changes.
     """
+    check_arguments(model, loss, staleness)
+    return ServerStep(model, optimizer, loss, staleness, weight)
+
+
+def check_arguments(model: object, loss: object, staleness: object) -> None:
+    """Raise CaptureError for what is no module, ServerError for a staleness that is no number of steps."""
     check_model(model)
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
-    if staleness is not None and (not is_whole(staleness) or staleness < 0):
+    if staleness is not None and not (is_whole(staleness) and staleness >= 0):
         raise ServerError(
             f"staleness={staleness!r}",
             why="it counts steps: 0, 1, …, or None for no bound",
             hint="staleness=0",
         )
-    return ServerStep(model, optimizer, loss, staleness, weight)

@@ -47,6 +47,11 @@ def launched_world() -> int:
     return dist.get_world_size() if dist.is_initialized() else launched().world
 
 
+def launched_rank() -> int:
+    """The number of this process among those."""
+    return dist.get_rank() if dist.is_initialized() else launched().rank
+
+
 def check_world(mesh: Mesh) -> None:
     """Raise RunError when the plan is for another number of ranks than were launched."""
     world = launched_world()

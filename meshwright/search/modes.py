@@ -304,6 +304,12 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
             why="the model shards itself and calls its own collectives",
             hint="mw.manual_step(model, optimizer, loss=…, mesh=…)",
         )
+    if mode == "parameter_server":
+        raise PlanError(
+            'mode="parameter_server" has no plan',
+            why="the model runs eagerly, and servers hold its parameters",
+            hint='mw.train_step(model, optimizer, batch, loss=…, mode="parameter_server"), or mw.parameter_server(…)',
+        )
     if mode not in MODES:
         raise PlanError(
             f"there is no mode {mode!r}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from meshwright.input_checks import (
     check_trains,
     plan_from,
 )
+from meshwright.parameter_server import ServerStep
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import (
@@ -78,6 +80,7 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
 from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins
+from meshwright.train.on_servers import MODE, check_staleness, step_on_servers
 from meshwright.train.request import (
     StepRequest,
     check_factory,
@@ -88,6 +91,47 @@ from meshwright.train.request import (
 from meshwright.train.step import TrainStep
 from meshwright.train.survive import Survival, for_ranks, group_unless, why_not
 from meshwright.train.tune import candidates, check_tune, quickest, remember_candidates
+
+
+@overload
+def train_step(
+    model: torch.nn.Module,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    *,
+    mode: Literal["parameter_server"],
+    loss: Loss = default_loss,
+    staleness: int | None = 0,
+) -> ServerStep: ...
+
+
+@overload
+def train_step(
+    model: torch.nn.Module,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    *,
+    loss: Loss = default_loss,
+    plan: Plan | str | Path | None = None,
+    mesh: MeshLike = None,
+    mode: str | None = None,
+    pins: Pins | None = None,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
+    tune: bool = False,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    exact_random: bool | str = False,
+    broadcast: bool | int = True,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
+    cache: str | Path | None = None,
+    max_programs: int = 16,
+    **techniques: Unpack[Options],
+) -> TrainStep: ...
 
 
 @heartbeat.during("building a step", patient=True)
@@ -115,8 +159,9 @@ def train_step(
     device: torch.device | str | None = None,
     cache: str | Path | None = None,
     max_programs: int = 16,
+    staleness: int | None = 0,
     **techniques: Unpack[Options],
-) -> TrainStep:
+) -> TrainStep | ServerStep:
     """Build a training step. Every launched rank calls it; a script that was not launched is one rank.
 
     The step takes the parameters and buffers out of `model`: reading them there raises RunError until `TrainStep.full`
@@ -148,10 +193,17 @@ def train_step(
         device: The device of the shards; by default that of `model`, or the CPU with `init`.
         cache: A folder in which captures are stored for the next start.
         max_programs: How many programs, for different shapes, modes and frozen parameters, are kept.
+        mode: As in `mw.plan`, or ``"parameter_server"``: the model runs eagerly, what `mw.on_server` marks lives on
+            servers, and each worker trains its rows of the batch. The result is a `ServerStep`; its loss is that of
+            these rows, and `loss` is a mean over examples. Apart from `staleness`, no option below `loss` applies.
+        staleness: With that mode: how many steps a worker may be ahead of the slowest one; see `mw.parameter_server`.
         techniques: Options such as ``optimizer_parallel=3`` or ``micro_batches=4``; see the page on techniques.
 
     Raises a subclass of MeshwrightError on all ranks, for bad arguments before a process group is made.
     """
+    if mode == MODE:
+        return step_on_servers(locals(), inspect.signature(train_step))
+    check_staleness(staleness, mode)
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT, LOSING = (Path(__file__).with_name(name) for name in ("training.py", "losing.py"))
+SCRIPT, LOSING, SAME = (
+    Path(__file__).with_name(name) for name in ("training.py", "losing.py", "same_script.py")
+)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +26,21 @@ def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device" in done.stdout
     assert done.stderr.count("ended by SIGKILL: it is started again") == 2
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("mode", "marks", "kind"),
+    [
+        ("parameter_server", "one", "ServerStep"),
+        pytest.param("parameter_server", "all", "ServerStep", marks=pytest.mark.full),
+        pytest.param("data_parallel", "one", "TrainStep", marks=pytest.mark.full),
+    ],
+)
+def test_one_script_for_every_mode(mode, marks, kind):
+    done = run("--servers", "2", "--workers", "2", str(SAME), mode, marks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"equal to one device: {kind}" in done.stdout
 
 
 @pytest.mark.procs

@@ -1,0 +1,28 @@
+"""Gradients of an eager model as means over the examples of all ranks, each with a batch of its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.runtime.communicator import Communicator
+
+
+def mean_gradients(parameters: Sequence[torch.Tensor], weight: float, comm: Communicator) -> None:
+    """Replace gradients, which are means over `weight` examples, by those over the examples of all ranks. Collective.
+
+    A parameter without a gradient on any rank keeps none.
+    """
+    used = torch.tensor([weight, *(float(p.grad is not None) for p in parameters)])
+    flat = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() * weight for p in parameters
+    ]
+    total = comm.all_reduce(torch.cat([used, *flat]), tuple(a.name for a in comm.mesh.axes))
+    count, there = total[0], total[1 : len(used)].tolist()
+    sums = total[len(used) :].split([p.numel() for p in parameters])
+    for parameter, found, used_by in zip(parameters, sums, there, strict=True):
+        parameter.grad = (found / count).view_as(parameter).to(parameter.dtype) if used_by else None
+
+
+__all__ = ["mean_gradients"]

@@ -1,0 +1,86 @@
+"""`mw.train_step(…, mode="parameter_server")`: the script of any other mode, with parameters on servers.
+
+The model runs eagerly, there is no plan. Every worker passes the global batch, as in other modes, and trains its share
+of the examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Signature
+from typing import Any
+
+from meshwright.capture.pytree import leaves, map_leaves
+from meshwright.errors import BatchError, PlanError
+from meshwright.parameter_server import ServerStep, check_arguments
+from meshwright.runtime.rendezvous import launched_world
+
+MODE = "parameter_server"
+OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "mode")
+HINTS = {
+    "mesh": "leave it out: workers share the examples of each batch",
+    "seed": "torch.manual_seed(…) in the script: the model runs eagerly",
+    "init": "mw.on_server(table, normal=(0.0, 0.01), seed=0): servers fill a table on the meta device",
+    "broadcast": "leave it out: the values of worker 0 count",
+    "device": "model.to(device)",
+}
+
+
+def share(batch: Any, worker: int, workers: int) -> Any:
+    """A worker's examples of a global batch: rows of the first dim of all tensors; numbers are kept.
+
+    Raises BatchError where tensors have different numbers of examples, or there are fewer examples than workers.
+    """
+    sizes = {path: tensor.shape[0] for path, tensor in leaves(batch) if tensor.dim()}
+    count = next(iter(sizes.values()), 0)
+    odd = next((path for path, size in sizes.items() if size != count), None)
+    if odd is not None:
+        first = next(iter(sizes))
+        raise BatchError(
+            f"the first dim of {first or 'the batch'} is {count}, that of {odd} {sizes[odd]}",
+            why="each worker trains its examples of the batch, which are rows of all tensors",
+            hint="what has no examples belongs to the model, or mw.parameter_server with batches of each worker's own",
+        )
+    if count < workers:
+        raise BatchError(
+            f"the batch has {count} examples for {workers} workers", why="each worker trains at least one"
+        )
+    rows = slice(count * worker // workers, count * (worker + 1) // workers)
+    return map_leaves(batch, lambda tensor: tensor[rows] if tensor.dim() else tensor)
+
+
+def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerStep:
+    """Build the step. `given`: the arguments of `mw.train_step`, which has this signature.
+
+    Raises PlanError for one that does not apply, BatchError for a batch that has no shares, ServerError for what
+    servers cannot hold.
+    """
+    others = {
+        **{name: given[name] for name in signature.parameters if name not in OPTIONS},
+        **given["techniques"],
+    }
+    for name, value in others.items():
+        default = signature.parameters[name].default if name in signature.parameters else None
+        if name != "techniques" and value is not default and value != default:
+            raise PlanError(
+                f'{name}= is given beside mode="{MODE}"',
+                why="servers update parameters by the optimizer, and a model that runs eagerly has no plan",
+                hint=HINTS.get(name, f"leave out {name}="),
+            )
+    model, optimizer, batch, loss, staleness = (given[name] for name in OPTIONS[:-1])
+    check_arguments(model, loss, staleness)
+    share(batch, 0, launched_world())
+    return ServerStep(model, optimizer, loss, staleness, share=share)
+
+
+def check_staleness(staleness: object, mode: str | None) -> None:
+    """Raise PlanError for a staleness in another mode."""
+    if staleness != 0:
+        raise PlanError(
+            f"staleness={staleness!r} with mode={mode!r}",
+            why="all ranks of a plan are in step",
+            hint=f'mode="{MODE}"',
+        )
+
+
+__all__ = ["MODE", "check_staleness", "share", "step_on_servers"]
