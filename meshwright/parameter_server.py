@@ -106,7 +106,7 @@ class ServerStep:
             number = self._comes_late(transport, share is not None)
         job = transport.meeting.job if isinstance(transport, Remote) else "alone"
         # what is on no server is lost when all workers start again, so what servers have would not fit it
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if self._rest else 0
+        attempt = of_job.attempt() if self._rest else 0
         self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count, attempt)
         self.rank = number
         self.worker = Worker(transport, number, self._declare)

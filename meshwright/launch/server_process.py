@@ -16,29 +16,36 @@ import torch
 
 from meshwright.launch.bootstrap import die_with
 from meshwright.servers.journal import Journal
-from meshwright.servers.meeting import meeting
+from meshwright.servers.meeting import Meeting, meeting
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
+
+
+def load_optimizers() -> None:
+    """Load the compiler, a second of work, which torch does with the first optimizer."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
+def serving_of(met: Meeting, number: int, state: Path | None, replicas: int = 0) -> Serving:
+    """A server at its socket, with what it had when it was killed."""
+    journal = None if state is None else Journal(state / str(number), number)
+    lost = (journal is None or journal.fresh) and met.been(number)
+    server = journal.server() if journal is not None and not lost else Server(number, lost=lost)
+    return Serving(server, met, journal, replicas)
 
 
 def main() -> None:
     launcher, folder, place, replicas = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     die_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when
-    torch.optim.SGD(
-        [torch.nn.Parameter(torch.zeros(1))]
-    )  # the first one loads the compiler, a second of work
+    load_optimizers()
     if place == "spare":
         place = sys.stdin.readline()
         if not place:
             return
     number = int(place)
-    journal = Journal(Path(sys.argv[5]) / str(number), number) if len(sys.argv) > 5 else None
-    met = meeting(folder)
-    lost = (journal is None or journal.fresh) and met.been(number)
-    server = journal.server() if journal is not None and not lost else Server(number, lost=lost)
     (folder / f"{number}.pid").write_text(str(os.getpid()))
-    serving = Serving(server, met, journal, replicas)
+    serving = serving_of(meeting(folder), number, Path(sys.argv[5]) if len(sys.argv) > 5 else None, replicas)
     serving.run()
     if serving.failure is not None:
         raise SystemExit(f"ServerError: {serving.failure}")

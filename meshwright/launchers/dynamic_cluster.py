@@ -1,7 +1,9 @@
-"""A process that is a worker of a dynamic cluster, or its scheduler, by `MS_ROLE`: nobody starts it but the user.
+"""A process that is a worker, a parameter server or the scheduler of a dynamic cluster, by `MS_ROLE`: nobody starts it
+but the user.
 
 A worker joins the scheduler as a node of one rank, and learns its rank when all are there. It says that it is alive as
-long as it runs, and how it has ended. The scheduler's process becomes `meshwright scheduler`.
+long as it runs, and how it has ended. The scheduler's process becomes `meshwright scheduler`, that of a parameter
+server `meshwright.launch.server_by_hand`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,9 @@ from meshwright.scheduler.members import NODE_SECONDS
 from meshwright.scheduler.trust import SECRET, SECRET_FILE, Trust, find_secret
 
 ROLE = "MS_ROLE"
-SERVER = "MS_PSERVER"  # which is started by a launcher
-SERVERS_HINT = "meshwright run --servers N on each machine starts parameter servers beside its workers"
 INSECURE = "MESHWRIGHT_INSECURE"
-WORKER, SCHEDULER = "MS_WORKER", "MS_SCHED"
+WORKER, SCHEDULER, SERVER = "MS_WORKER", "MS_SCHED", "MS_PSERVER"
+SERVER_COUNT = "MS_SERVER_NUM"
 WAIT_SECONDS = 1800.0
 WATCH_SECONDS = 5.0
 REPORT_SECONDS = 10.0  # for a scheduler that is away when this rank ends
@@ -39,7 +40,8 @@ SAID = 1000  # characters of an error that other ranks receive
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the environment says of a dynamic cluster. `world`: its ranks. `id`: the name of this worker."""
+    """What the environment says of a dynamic cluster. `world`: its ranks. `servers`: how many parameter servers it has.
+    `id`: the name of this process."""
 
     role: str
     host: str
@@ -51,14 +53,14 @@ class Told:
     recovers: bool = False
     state: str = ""
     insecure: bool = False
+    servers: int = 0
 
 
 def read(env: Mapping[str, str]) -> Told:
     """Raises LaunchError with the variable that is missing or cannot be."""
     role = env[ROLE]
-    if role not in (WORKER, SCHEDULER):
-        hint = SERVERS_HINT if role == SERVER else ""
-        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it is {WORKER} or {SCHEDULER}", hint=hint)
+    if role not in (WORKER, SCHEDULER, SERVER):
+        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it is {WORKER}, {SERVER} or {SCHEDULER}")
     for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM"):
         if not env.get(name):
             raise LaunchError(
@@ -71,6 +73,13 @@ def read(env: Mapping[str, str]) -> Told:
         raise LaunchError(f"MS_SCHED_PORT is {port}", why="a port is a number from 1024 to 65535")
     if not world:
         raise LaunchError("MS_WORKER_NUM is 0", why="a job has at least one worker")
+    servers = _number(env, SERVER_COUNT)
+    if role == SERVER and not servers:
+        raise LaunchError(
+            f"{ROLE} is {SERVER}, and {SERVER_COUNT} is {env.get(SERVER_COUNT, 'not set')}",
+            why="workers wait for all servers, and have to know how many there are",
+            hint=f"{SERVER_COUNT}=N in all processes of the job",
+        )
     return Told(
         role,
         env["MS_SCHED_HOST"],
@@ -82,6 +91,7 @@ def read(env: Mapping[str, str]) -> Told:
         env.get("MS_ENABLE_RECOVERY") == "1",
         env.get("MS_RECOVERY_PATH", ""),
         env.get(INSECURE) == "1",
+        servers,
     )
 
 
@@ -97,7 +107,7 @@ def _number(env: Mapping[str, str], name: str, default: Any = 0) -> Any:
 @dataclass
 class Worker:
     """This process in an attempt. `local_rank` of `local_world`: on this host. `address`: its own, by which it reaches
-    the scheduler."""
+    the scheduler. `servers`: how many parameter servers the job has."""
 
     place: Place
     node: str
@@ -108,6 +118,7 @@ class Worker:
     local_world: int
     address: str
     client: Client  # through which it joined: a node whose connection closes is gone
+    servers: int = 0
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -136,7 +147,7 @@ _worker: list[Worker] = []
 
 
 def worker(env: Mapping[str, str]) -> Worker:
-    """This process as a worker, once all are there. Does not return in the scheduler's process."""
+    """This process as a worker, once all are there. Returns neither in the scheduler's process nor in a server's."""
     if _worker and _pid[0] == os.getpid():
         return _worker[0]
     told = read(env)
@@ -150,6 +161,8 @@ def worker(env: Mapping[str, str]) -> Worker:
         )
     if told.role == SCHEDULER:
         _become_scheduler(told, secret)
+    if told.role == SERVER:
+        _become_server(told, secret)
     found = _join(told, Place(told.host, told.port, Trust(secret)))
     _pid[:], _worker[:] = [os.getpid()], [found]
     threading.Thread(target=found.follow, name="worker of a dynamic cluster", daemon=True).start()
@@ -175,6 +188,7 @@ def _join(told: Told, place: Place) -> Worker:
         sum(node.nproc for node in formed.nodes if node.host == host),
         address,
         client,
+        told.servers,
     )
 
 
@@ -197,8 +211,25 @@ def _become_scheduler(told: Told, secret: str) -> None:
         "state": told.state,
         "node_seconds": told.node_seconds,
     }
+    _become("meshwright.launch.scheduler_process", settings, secret)
+
+
+def _become_server(told: Told, secret: str) -> None:
+    settings = {
+        "host": told.host,
+        "port": told.port,
+        "node": told.id or f"{socket.gethostname()}-{os.getpid()}",
+        "servers": told.servers,
+        "state": told.state,
+        "wait_seconds": told.wait_seconds,
+        "away_seconds": told.node_seconds,
+    }
+    _become("meshwright.launch.server_by_hand", settings, secret)
+
+
+def _become(module: str, settings: Mapping[str, Any], secret: str) -> None:
     sys.stdout.flush()
-    command = [sys.executable, "-P", "-m", "meshwright.launch.scheduler_process", json.dumps(settings)]
+    command = [sys.executable, "-P", "-m", module, json.dumps(settings)]
     os.execve(sys.executable, command, {**os.environ, SECRET: secret})
 
 

@@ -6,9 +6,11 @@ imports torch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
+import shutil
 import socket
 import ssl
 import tempfile
@@ -113,6 +115,17 @@ class Meeting(Protocol):
 def meeting(folder: Path) -> Meeting:
     """The meeting that a launcher has made in a folder."""
     return ByScheduler(folder) if (folder / FILE).exists() else InFolder(folder)
+
+
+def meeting_by_hand(place: Place, servers: int) -> Path:
+    """A folder for a process that no launcher has started; it is removed when this process ends. `servers`: how many
+    others start, each on a machine of its own as far as anybody knows."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can open it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / LAUNCHER).write_text(str(os.getpid()))
+    place.write(folder / FILE)
+    (folder / MACHINES).write_text(str(servers))
+    return folder
 
 
 def widen(made: socket.socket) -> socket.socket:
@@ -304,7 +317,7 @@ class ByScheduler:
         return LATE_WORKERS - 1 + self._client.add("servers/workers", 1)
 
     def count(self) -> int:
-        machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", self._machines))
         end = time.monotonic() + COUNT_SECONDS
         while len(begun := self._all()) < machines:
             if time.monotonic() > end:
@@ -382,5 +395,6 @@ __all__ = [
     "InFolder",
     "Meeting",
     "meeting",
+    "meeting_by_hand",
     "running",
 ]

@@ -93,11 +93,7 @@ class Server:
             self._forget()
         if self.declared is None:
             if self.lost and not request.attempt:  # else all workers begin anew
-                raise ServerError(
-                    f"the values of parameter server {self.number} are lost",
-                    why="it was started again, and neither a folder nor another server has them",
-                    hint="--replicas 1 or --server-state from the beginning",
-                )
+                raise self._without_values()
             self.begin(request, request.map)
         else:
             check_same(self.declared, request)
@@ -178,9 +174,18 @@ class Server:
         found = stream.deal(request.worker, request.request, request.after, *sizes)
         return m.Dealt(0, 0, later=True) if found is None else m.Dealt(*found)
 
+    def _without_values(self) -> ServerError:
+        if not self.lost:
+            return ServerError("this server has no model yet", hint="declare it first")
+        return ServerError(
+            f"the values of parameter server {self.number} are lost",
+            why="it was started again, and neither a folder nor another server has them",
+            hint="--replicas 1 or --server-state from the beginning; MS_RECOVERY_PATH for one started by hand",
+        )
+
     def _check_model(self, model: str) -> None:
         if self.declared is None:
-            raise ServerError("this server has no model yet", hint="declare it first")
+            raise self._without_values()
         if model != self.model:
             raise ServerError(
                 f"a request for model {model or 'without a name'}", why=f"this server has {self.model}"

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ mw.shutdown()
 
 def test_what_is_read() -> None:
     told = Told("MS_WORKER", "127.0.0.1", 8118, 2, "3", 5, 20, True)
+    assert read({**WORKER, "MS_SERVER_NUM": "2"}).servers == 2
     more = {"MS_NODE_ID": "3", "MS_TOPO_TIMEOUT": "5", "MS_NODE_TIMEOUT": "20", "MS_ENABLE_RECOVERY": "1"}
     assert read({**WORKER, **more}) == told
 
@@ -43,7 +45,8 @@ def test_what_is_read() -> None:
 @pytest.mark.parametrize(
     ("environment", "what"),
     [
-        ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "meshwright run --servers N"),
+        ({**WORKER, "MS_ROLE": "MS_SERVER"}, "MS_ROLE is 'MS_SERVER'"),
+        ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE is MS_PSERVER, and MS_SERVER_NUM is not set"),
         ({**WORKER, "MS_SCHED_HOST": ""}, "MS_ROLE is set, MS_SCHED_HOST is not"),
         ({**WORKER, "MS_WORKER_NUM": ""}, "MS_ROLE is set, MS_WORKER_NUM is not"),
         ({**WORKER, "MS_SCHED_PORT": "80"}, "MS_SCHED_PORT is 80"),
@@ -61,32 +64,44 @@ def test_half_of_a_cluster_is_refused(
         launched(environment)
 
 
-@pytest.mark.procs
-def test_workers_come_in_any_order_and_again_after_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    known = {
-        **os.environ,
-        **WORKER,
-        "MS_SCHED_PORT": str(port),
-        "MS_ENABLE_RECOVERY": "1",
-        "MESHWRIGHT_SECRET": "a secret that is long enough",
-        "OMP_NUM_THREADS": "1",
-    }
+class Cluster:
+    """Processes of one job, which are started by hand."""
 
-    def start(*words: str, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "script.py", *words]
-        return subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**known, **env},
+    def __init__(self, folder: Path, script: str, **env: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        own = {
+            "MS_SCHED_PORT": str(port),
+            "MESHWRIGHT_SECRET": "a secret that is long enough",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.folder, self.script, self.env = folder, script, {**os.environ, **WORKER, **own, **env}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+        made = subprocess.Popen(
+            [sys.executable, self.script, *words],
+            cwd=self.folder,
+            env={**self.env, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(made)
+        return made
 
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.procs
+def test_workers_come_in_any_order_and_again_after_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    cluster = Cluster(tmp_path, "script.py", MS_ENABLE_RECOVERY="1")
+    start = cluster.start
     workers = [start("fail", MS_NODE_ID=node) for node in ("1", "0")]
     scheduler = start(MS_ROLE="MS_SCHED")
     said = [worker.communicate(timeout=120) for worker in workers]
@@ -96,3 +111,44 @@ def test_workers_come_in_any_order_and_again_after_a_failure(tmp_path: Path) -> 
     assert [worker.communicate(timeout=120)[0] for worker in workers] == ["1 3.0\n", "0 3.0\n"]
     assert scheduler.wait(60) == 0
     scheduler.communicate()
+
+
+@pytest.mark.procs
+def test_parameter_servers_are_processes_of_the_user(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = root / "tests/servers/same_script.py"
+    cluster = Cluster(tmp_path, str(script), MS_SERVER_NUM="2", PYTHONPATH=str(root))
+    mode = ("parameter_server", "all")
+    try:
+        workers = [cluster.start(*mode, MS_NODE_ID=node) for node in "01"]
+        servers = [cluster.start(*mode, MS_ROLE="MS_PSERVER", MS_NODE_ID=node) for node in "01"]
+        scheduler = cluster.start(*mode, MS_ROLE="MS_SCHED")
+        for worker in workers:
+            out, err = worker.communicate(timeout=120)
+            assert "equal to one device: ServerStep" in out, err
+        ends = [server.communicate(timeout=60) for server in servers]
+        assert [server.returncode for server in servers] == [0, 0], ends
+        assert {out.split(":")[0] for out, _ in ends} == {f"parameter server {n} of 2" for n in "01"}
+        assert scheduler.wait(60) == 0
+    finally:
+        cluster.end()
+
+
+@pytest.mark.procs
+@pytest.mark.full
+def test_a_server_too_many_is_refused(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    cluster = Cluster(
+        tmp_path, str(root / "tests/servers/same_script.py"), MS_SERVER_NUM="1", PYTHONPATH=str(root)
+    )
+    try:
+        cluster.start("parameter_server", MS_ROLE="MS_SCHED")
+        servers = [cluster.start("parameter_server", MS_ROLE="MS_PSERVER") for _ in range(2)]
+        ended = []
+        while not ended:
+            ended = [server for server in servers if server.poll() is not None]
+            time.sleep(0.05)
+        _, err = ended[0].communicate()
+        assert "is one too many" in err and "MS_SERVER_NUM" in err
+    finally:
+        cluster.end()

@@ -88,5 +88,9 @@ def test_values_that_are_lost_are_not_begun_anew():
     refused, _ = made.answer(declare, [])
     assert isinstance(refused, m.Refused)
     assert refused.what == "the values of parameter server 0 are lost"
+    (pulled, _) = made.answer(
+        m.Pull("a model of before", 0, 0, 3, (), ()), []
+    )  # of a worker that trains already
+    assert isinstance(pulled, m.Refused) and pulled.what == refused.what
     again, _ = made.answer(m.Declare("job", (), snapshots.Server(0).map, 0, attempt=1), [])
     assert isinstance(again, m.Declared)
