@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT, LOSING, SAME = (
-    Path(__file__).with_name(name) for name in ("training.py", "losing.py", "same_script.py")
+SCRIPT, LOSING, SAME, LARGER = (
+    Path(__file__).with_name(name)
+    for name in ("training.py", "losing.py", "same_script.py", "larger_than_memory.py")
 )
 
 
@@ -41,6 +42,16 @@ def test_one_script_for_every_mode(mode, marks, kind):
     done = run("--servers", "2", "--workers", "2", str(SAME), mode, marks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"equal to one device: {kind}" in done.stdout
+
+
+@pytest.mark.procs
+@pytest.mark.full  # 1.6 GB on two servers
+def test_a_table_of_four_times_the_memory_of_a_worker(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # each thread has a stack, which counts
+    done = run("--servers", "2", "--workers", "1", str(LARGER))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the worker cannot hold the table: True" in done.stdout
+    assert "equal to its rows on one device: True; within the limit: True" in done.stdout
 
 
 @pytest.mark.procs
