@@ -214,13 +214,14 @@ class ServerStep:
         workers together: those that come, go or are killed included. Call the step once with the samples of each.
 
         Indices are shuffled by `seed` and epoch. They are dealt by a server as workers ask for them, so a fast worker
-        gets more. The samples of a worker that is killed before its push are dealt again. A checkpoint has no place in
-        the data: after `load` all begins anew. Raises ServerError.
+        gets more. The samples of a worker that is killed before its push are dealt again. Checkpoints have the
+        position: a job that loads one deals the samples that are not trained in it, to any number of workers, if
+        `count` and `seed` are the same. Raises ServerError.
         """
         for name, value in (("count", count), ("batch", batch), ("epochs", epochs)):
             if not is_whole(value) or value < 1:
                 raise ServerError(f"samples(…) has {name}={value!r}", why="it is a number from 1")
-        stream = f"{count} samples, {epochs} epochs, seed {seed}"
+        stream = f"{count} samples, seed {seed}"
         known, order = -1, torch.empty(0)
         while some := self.worker.deal(stream, batch, count, count * epochs):
             epoch, first = divmod(some.start, count)
@@ -283,7 +284,7 @@ class ServerStep:
             path: A folder of checkpoints (worker 0 chooses the newest), one checkpoint, a safetensors file or a Hugging
                 Face folder.
             data: The structure that was passed to `save`; its objects get ``load_state_dict``.
-            optimizer: False loads weights only.
+            optimizer: False loads weights only, and `samples` begins anew.
 
         Raises CheckpointError for a checkpoint of another model or other optimizers, or a damaged one; ServerError once
         workers have pushed.

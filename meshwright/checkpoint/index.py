@@ -29,6 +29,7 @@ NAME = "checkpoint.json"
 PLAN = "plan.json"
 MODEL = "model."  # before the names of parameters and buffers
 STATE = "optim.state."  # before `parameter.key`, for what an optimizer keeps of a parameter
+Position = tuple[int, tuple[tuple[int, int], ...]]
 RANDOM = "random."  # before `rank.generator`
 # numpy lacks some dtypes
 ELEMENTS = {
@@ -96,8 +97,9 @@ class FileNote:
 class Index:
     """An opened checkpoint. `ties`: further name → name under which a tensor is there. `optimizer` is None where none
     was saved; `data` is what the user gave. `temporary`: buffers that a model makes anew, so other formats lack them.
-    `one_file`: it is a safetensors file, whatever else is in its folder. The rest is 0 for weights that come from
-    elsewhere."""
+    `one_file`: it is a safetensors file, whatever else is in its folder. `samples`: by stream of parameter servers, the
+    first sample that nobody has had, and ranges before it that are not trained. The rest is 0 for weights that come
+    from elsewhere."""
 
     folder: Path
     tensors: Mapping[str, Entry]
@@ -111,6 +113,7 @@ class Index:
     made_by: str = ""
     temporary: frozenset[str] = frozenset()
     one_file: bool = False
+    samples: Mapping[str, Position] = default(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -217,6 +220,7 @@ def to_text(index: Index) -> str:
         "ties": dict(index.ties),
         "temporary": sorted(index.temporary),
         "data": index.data,
+        **({"samples": index.samples} if index.samples else {}),
     }
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     if index.optimizer is not None:
@@ -330,6 +334,7 @@ class _Data(Struct):
     data: Any
     tensors: dict[str, _Tensor]
     optimizer: _Optimizer | None = None
+    samples: dict[str, tuple[Count, tuple[tuple[Count, Count], ...]]] = {}
 
 
 def _index(folder: Path, plain: dict[str, Any]) -> Index:
@@ -372,6 +377,7 @@ def _index(folder: Path, plain: dict[str, Any]) -> Index:
         data.data,
         data.made_by,
         frozenset(data.temporary),
+        samples=data.samples,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.checkpoint.fill import read_box
 from meshwright.checkpoint.folder import as_path, in_turn
-from meshwright.checkpoint.index import MODEL, STATE, Index
+from meshwright.checkpoint.index import MODEL, STATE, Index, Position
 from meshwright.checkpoint.load import Loaded, newest_sound
 from meshwright.checkpoint.match import as_named_here, check_model, saved_name
 from meshwright.checkpoint.of_servers import ServerState, box_of
@@ -116,7 +116,7 @@ def _send(state: ServerState, index: Index, optimizer: bool) -> None:
                 parts = _parts(state, index, parameter, box_of(parameter, block), optimizer)
                 give = m.Give(worker.model, name, block, tuple(parts))
                 worker.ask_all({server: (give, list(parts.values()))}, m.Done)
-    _begin(worker, index.step, str(index.path.absolute()))
+    _begin(worker, index.step, str(index.path.absolute()), dict(index.samples) if optimizer else {})
 
 
 def _parts(
@@ -161,8 +161,8 @@ def _read_own(state: ServerState, index: Index, name: str, tensor: torch.Tensor,
     into.state[parameter] = kept
 
 
-def _begin(worker: Worker, steps: int, path: str) -> None:
-    begin = m.Begin(worker.model, steps, path)
+def _begin(worker: Worker, steps: int, path: str, samples: dict[str, Position] | None = None) -> None:
+    begin = m.Begin(worker.model, steps, path, samples or {})
     worker.ask_all({s: (begin, []) for s in worker.map.servers}, m.Done)
 
 

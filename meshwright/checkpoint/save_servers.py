@@ -90,6 +90,7 @@ def save(
             "step": steps,
             "seed": None,
             "temporary": [],
+            "samples": frozen[min(frozen)].samples,
         }
         temporary, final = begin(folder, steps, uuid.uuid4().hex[:12])
         job = Job(temporary, final, 0, 1, written.tensors, note, None, PATIENCE_SECONDS, "", state.ties, keep)

@@ -234,6 +234,7 @@ def index_of(final: Path, notes: list[dict[str, Any]], ties: dict[str, str]) -> 
         notes[0]["data"],
         f"meshwright {meshwright.__version__}, torch {torch.__version__}",
         frozenset(notes[0]["temporary"]),
+        samples=notes[0].get("samples", {}),
     )
 
 

@@ -1,7 +1,7 @@
 """Which worker trains which samples: dealt in order to whoever asks, each once, however many workers there are.
 
 A worker has at most one range of samples of a stream. Its push makes the range done; what a worker had that has gone is
-dealt to another one.
+dealt to another one. A checkpoint has the ranges whose updates it has not.
 """
 
 from __future__ import annotations
@@ -9,17 +9,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 Range = tuple[int, int]  # the first sample, and the one behind the last
+Position = tuple[
+    int, tuple[Range, ...]
+]  # the first sample that nobody has had, and ranges before it to deal again
 
 
 @dataclass
 class Stream:
     """`next`: the first sample that nobody has had. `back`: ranges of workers that have gone. `out`: by worker, the
-    number of its request and its range; `done`: samples whose push was accepted."""
+    number of its request and its range; `done`: samples whose push was accepted; `waiting`: by round, ranges whose push
+    is not applied yet."""
 
     next: int = 0
     back: list[Range] = field(default_factory=list)
     out: dict[int, tuple[int, Range]] = field(default_factory=dict)
     done: int = 0
+    waiting: dict[int, list[Range]] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, position: Position) -> Stream:
+        """A stream that goes on from a position."""
+        first, back = position
+        return cls(first, list(back), done=first - sum(stop - start for start, stop in back))
+
+    @property
+    def position(self) -> Position:
+        """Where a job goes on that begins with the values of now."""
+        out = [held for _, held in self.out.values()]
+        unapplied = [held for ranges in self.waiting.values() for held in ranges]
+        return self.next, tuple(sorted([*self.back, *out, *unapplied]))
 
     def deal(self, worker: int, request: int, after: int, size: int, epoch: int, total: int) -> Range | None:
         """A range of at most `size` samples within one epoch; an empty one at the end of all `total`, None if what
@@ -52,14 +70,20 @@ class Stream:
         self.next = stop
         return first, stop
 
-    def pushed(self, worker: int) -> None:
+    def pushed(self, worker: int, round: int) -> None:
+        """The push of a worker was accepted."""
         if worker in self.out:
             _, (first, stop) = self.out.pop(worker)
             self.done += stop - first
+            self.waiting.setdefault(round, []).append((first, stop))
+
+    def applied(self, round: int) -> None:
+        """The pushes of a round have become an update."""
+        self.waiting.pop(round, None)
 
     def left(self, worker: int) -> None:
         if worker in self.out:
             self.back.append(self.out.pop(worker)[1])
 
 
-__all__ = ["Range", "Stream"]
+__all__ = ["Position", "Range", "Stream"]

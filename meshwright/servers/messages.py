@@ -11,6 +11,7 @@ import torch
 
 from meshwright.errors import ServerError
 from meshwright.servers.counts import Counts
+from meshwright.servers.dealing import Position
 from meshwright.servers.shards import Options, Parameter, ShardMap
 
 Tensors = list[torch.Tensor]
@@ -129,11 +130,13 @@ class Clear(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """Values are complete: of the checkpoint at `path` after `steps` steps, or those of the model if it is empty."""
+    """Values are complete: of the checkpoint at `path` after `steps` steps, or those of the model if it is empty.
+    `samples`: by stream, where dealing goes on."""
 
     model: str
     steps: int
     path: str
+    samples: dict[str, Position] = {}
 
 
 class Await(Message, frozen=True):
@@ -255,9 +258,11 @@ class State(Message, frozen=True):
 
 
 class Frozen(Message, frozen=True):
-    """`states`: by parameter, of those that have blocks here."""
+    """`states`: by parameter, of those that have blocks here. `samples`: of streams that are dealt here, those whose
+    updates are not in the copy."""
 
     states: dict[str, tuple[State, ...]]
+    samples: dict[str, Position] = {}
 
 
 class Values(Message, frozen=True):

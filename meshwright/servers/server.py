@@ -272,7 +272,8 @@ class Server:
                     return self._other_map(request.map)
                 if self._missing() or (self.clocks.bound == 0 and self.clocks.least() < request.clock):
                     return m.Wait()
-                return m.Frozen(self.copy.take(request.worker, self.stored))
+                samples = {name: stream.position for name, stream in self.streams.items()}
+                return m.Frozen(self.copy.take(request.worker, self.stored), samples)
             case m.Thaw():
                 self.copy.forget()
             case m.Clear():
@@ -288,6 +289,7 @@ class Server:
                         f"block {next(iter(gone.values()))[0]} of {next(iter(gone))} has not come"
                     )
                 self.began = m.Begins(request.steps, request.path)
+                self.streams = {name: Stream.at(position) for name, position in request.samples.items()}
             case m.Await():
                 return self.began or m.Wait()
         return m.Done()
@@ -372,7 +374,7 @@ class Server:
         self.rounds.setdefault(request.clock, {})[request.worker] = gradients
         self.clocks.of[request.worker] += 1
         for stream in self.streams.values():
-            stream.pushed(request.worker)
+            stream.pushed(request.worker, request.clock)
         self._apply()
         return m.Done()
 
@@ -407,9 +409,12 @@ class Server:
     def _apply(self) -> None:
         """Apply the rounds that are complete, the oldest first."""
         while self.rounds and self.clocks.applies(min(self.rounds)):
-            group = self.rounds.pop(min(self.rounds))
+            number = min(self.rounds)
+            group = self.rounds.pop(number)
             pushes = [group[worker] for worker in sorted(group)]
             self._update(pushes)
+            for stream in self.streams.values():
+                stream.applied(number)
             for worker in group:
                 self.counts.applied[worker] = self.counts.applied.get(worker, 0) + 1
 
