@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,7 +19,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
-from meshwright.input_checks import check_capturable, check_function, folder_from
+from meshwright.input_checks import check_capturable, folder_from
+from meshwright.loss_value import Loss, default_loss
+from meshwright.model_checks import check_function
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan
@@ -36,7 +37,6 @@ from meshwright.search.wanted import MeshLike, Pins, Wanted
 from meshwright.smaller_batches import with_batch_that_fits
 
 FIRST = 1e-3  # seconds of a search whose first answer is enough
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 NO_LOSS = "no loss was given, so it is model(batch), or model(**batch).loss of a mapping"
@@ -44,14 +44,6 @@ GIVE_LOSS = (
     "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), or what yours is; for the command line: "
     "return model, batch, loss"
 )
-
-
-def default_loss(model: Any, batch: Any) -> torch.Tensor:
-    """``model(**batch).loss`` for a mapping (as Hugging Face models return it), else ``model(batch)``."""
-    if isinstance(batch, Mapping):
-        result = model(**batch)
-        return result.loss if hasattr(result, "loss") else result
-    return model(batch)
 
 
 def plan(

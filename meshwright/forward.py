@@ -44,7 +44,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
-from meshwright.input_checks import check_capturable, check_function, check_ranks, check_switches, plan_from
+from meshwright.input_checks import check_capturable, check_ranks, check_switches, plan_from
+from meshwright.model_checks import check_function
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks

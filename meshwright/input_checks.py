@@ -14,6 +14,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.core.type_guards import is_number, is_whole
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
+from meshwright.model_checks import check_model
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
 from meshwright.runtime.rendezvous import check_world
@@ -41,16 +42,6 @@ def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, aske
         check_world(given if plain else meshes(given, asked, total=total).world)
     elif cluster is not None:
         check_world(cluster.mesh)
-
-
-def check_model(model: Any) -> None:
-    """Raise CaptureError for what is no module."""
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"the model is {a_type(model)}, not a torch.nn.Module",
-            why="its parameters and the names of its modules are what a plan speaks of",
-            hint="pass the module; what is computed from it goes into loss=lambda model, batch: …",
-        )
 
 
 ITSELF = "give the module itself"
@@ -82,16 +73,6 @@ def check_capturable(model: Any) -> None:
                 why="fully_shard or parallelize_module has sharded the model already",
                 hint="give the model before that: mode=, mesh= and optimizer_parallel= shard it",
             )
-
-
-def check_function(name: str, given: Any, like: str) -> None:
-    """Raise CaptureError for a loss, or outputs, that cannot be called."""
-    if not callable(given):
-        raise CaptureError(
-            f"{name}={given!r} is no function",
-            why=f"it is {a_type(given)}; what is captured is what {name}(model, batch) computes",
-            hint=f"{name}={like}, or leave it out for what the model returns",
-        )
 
 
 def plan_from(given: Any) -> Plan | None:

@@ -1,10 +1,23 @@
-"""The loss that a step returns: a value, whose backward has run."""
+"""The loss of a step: the function that computes it, and what the step returns, a value whose backward has run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
+
 from meshwright.errors import RunError
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def default_loss(model: Any, batch: Any) -> torch.Tensor:
+    """``model(**batch).loss`` for a mapping (as Hugging Face models return it), else ``model(batch)``."""
+    if isinstance(batch, Mapping):
+        result = model(**batch)
+        return result.loss if hasattr(result, "loss") else result
+    return model(batch)
 
 
 def _backward(*_: Any, **__: Any) -> NoReturn:
@@ -20,4 +33,4 @@ def _backward(*_: Any, **__: Any) -> NoReturn:
 # Attributes of the tensor itself. They are no part of its state: what is written to a file is a plain tensor.
 AFTER_BACKWARD = {"backward": _backward, "__getstate__": dict}
 
-__all__ = ["AFTER_BACKWARD"]
+__all__ = ["AFTER_BACKWARD", "Loss", "default_loss"]

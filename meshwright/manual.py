@@ -20,10 +20,10 @@ from meshwright import heartbeat
 from meshwright.agreement import source_of
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
-from meshwright.compile import Loss, default_loss
 from meshwright.errors import RunError, StrategyError, did_you_mean
-from meshwright.input_checks import check_model, check_numbers, check_switches
-from meshwright.loss_value import AFTER_BACKWARD
+from meshwright.input_checks import check_numbers, check_switches
+from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
+from meshwright.model_checks import check_model
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups

@@ -2,35 +2,30 @@
 
 A worker pulls values, computes a gradient on its own batch, and pushes it; servers update. What is not on servers is
 all-reduced among the workers and updated on each, as by `mw.manual_step`.
+
+What few workers need is imported where it is used: one that joins while others train has its first push sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshwright import heartbeat
-from meshwright.capture.pytree import leaves
-from meshwright.capture.trace import scalar_of
-from meshwright.checkpoint.load import Loaded
-from meshwright.checkpoint.load_servers import load, resume
-from meshwright.checkpoint.of_servers import ServerState
-from meshwright.checkpoint.save_servers import save
-from meshwright.compile import Loss, default_loss
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, ServerError
-from meshwright.input_checks import check_function, check_model
-from meshwright.loss_value import AFTER_BACKWARD
-from meshwright.manual import world
+from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
+from meshwright.model_checks import check_function, check_model
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
-from meshwright.runtime.rendezvous import launched_rank, launched_world
+from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
 from meshwright.servers import messages as m
 from meshwright.servers import of_job
 from meshwright.servers.beside import Beside
@@ -44,8 +39,14 @@ from meshwright.servers.shards import MOST_SERVERS, Options, spread
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Traffic, Worker
 
+if TYPE_CHECKING:
+    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.of_servers import ServerState
+    from meshwright.runtime.world import World
+
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 EPOCHS = 1 << 20  # between the seeds of two orders of samples
+NESTED = 4  # levels of a batch in which a first tensor is looked for without importing the capture
 SHARES = "each worker trains its share of every batch"
 STEP = "meshwright_server_step"
 Weight = Callable[[Any], float]
@@ -54,6 +55,14 @@ Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many t
 
 def examples(batch: Any) -> float:
     """The size of the first dim of a batch's first tensor. Raises BatchError without one."""
+    first = batch
+    for _ in range(NESTED):
+        if isinstance(first, Mapping | list | tuple) and first:
+            first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    if isinstance(first, torch.Tensor) and first.dim():
+        return float(first.shape[0])
+    from meshwright.capture.pytree import leaves
+
     for _, tensor in leaves(batch):
         if tensor.dim():
             return float(tensor.shape[0])
@@ -62,6 +71,21 @@ def examples(batch: Any) -> float:
         why="it has no tensor with a dim",
         hint="mw.parameter_server(…, weight=lambda batch: …)",
     )
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    """A user's loss as a scalar. Raises CaptureError for what is none."""
+    if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point():
+        return value
+    from meshwright.capture.trace import scalar_of
+
+    return scalar_of(value)
+
+
+def _world() -> World:
+    from meshwright.manual import world
+
+    return world()
 
 
 class ServerStep:
@@ -93,6 +117,7 @@ class ServerStep:
         marks = marked(model)
         by_rows = tables(model, marks)
         self.model, self.loss, self.weight = model, loss, weight
+        load_compiler()  # which the first optimizer does, and takes longer
         self._optimizers = Optimizers(model, marks, factory)
         named = dict(model.named_parameters())
         parameters = declared(model, marks, by_rows, self._optimizers)
@@ -120,9 +145,10 @@ class ServerStep:
             self._lookups.attach(name, module, lambda ids, name=name: self.worker.pull((), {name: ids})[name])
         self._active = False
         self._writing: Beside | None = None
-        self._state = self._kept(model, marks)
+        every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        self._saved = [n for n in model.state_dict(keep_vars=True) if n in every and n not in marks]
         self._show_trained()
-        self._world = world() if self._rest and count > 1 else None
+        self._world = _world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
         self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
@@ -145,13 +171,13 @@ class ServerStep:
             )
         return transport.meeting.worker()
 
-    def _kept(self, model: torch.nn.Module, marks: Collection[str]) -> ServerState:
+    @functools.cached_property
+    def _state(self) -> ServerState:
         """What checkpoints have of this step."""
-        saved = model.state_dict(keep_vars=True)
-        own = [name for name in saved if name not in marks and isinstance(saved[name], torch.Tensor)]
-        first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        from meshwright.checkpoint.of_servers import ServerState
+
         of = {**self._optimizers.placeholders, **self._rest}
-        return ServerState(self.worker, model, [n for n in own if n in first], self._optimizers.every, of)
+        return ServerState(self.worker, self.model, self._saved, self._optimizers.every, of)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -192,7 +218,7 @@ class ServerStep:
         self._lookups.begin()
         given = self.loss(self.model, batch)
         loss, outputs = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        scalar_of(loss).backward()
+        _scalar(loss).backward()
         rows = self._lookups.gradients()
         if self._world is not None:
             mean_gradients(list(self._rest.values()), weight, self._world.comm)
@@ -262,6 +288,8 @@ class ServerStep:
         """
         if self.worker.number:
             return None
+        from meshwright.checkpoint.save_servers import save
+
         self.wait()
         final, write = save(self._state, path, data=data, keep=keep, copied=async_)
         if async_:
@@ -289,11 +317,17 @@ class ServerStep:
         Raises CheckpointError for a checkpoint of another model or other optimizers, or a damaged one; ServerError once
         workers have pushed.
         """
+        from meshwright.checkpoint.load_servers import load
+
         return load(self._state, path, data=data, optimizer=optimizer)
 
     def resume(self, path: str | Path, *, data: Any = None) -> Loaded | None:
         """Load the newest undamaged checkpoint in `path`, or nothing if there is none. Every worker calls it, before
         its first step. A worker of a job that goes on loads nothing: the servers have newer values."""
+        if self.worker.clock:
+            return None
+        from meshwright.checkpoint.load_servers import resume
+
         return resume(self._state, path, data=data, told=lambda text: print(text, file=sys.stderr))
 
     def full_state(self) -> dict[str, torch.Tensor]:

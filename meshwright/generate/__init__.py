@@ -38,7 +38,7 @@ from meshwright.generate.shell import (
     shell_of,
     text_config,
 )
-from meshwright.input_checks import check_model
+from meshwright.model_checks import check_model
 from meshwright.plan.plan import Plan
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins

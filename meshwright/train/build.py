@@ -43,8 +43,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.guards import Guards
 from meshwright.input_checks import (
     check_beside,
-    check_function,
-    check_model,
     check_numbers,
     check_random,
     check_ranks,
@@ -52,6 +50,7 @@ from meshwright.input_checks import (
     check_trains,
     plan_from,
 )
+from meshwright.model_checks import check_function, check_model
 from meshwright.parameter_server import ServerStep
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan

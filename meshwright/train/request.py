@@ -10,10 +10,10 @@ import torch
 
 from meshwright.agreement import device_of, own_device
 from meshwright.capture.meta_init import Init
-from meshwright.compile import Loss
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.hollow import check_has_values
+from meshwright.loss_value import Loss
 from meshwright.plan.plan import Plan
 from meshwright.programs import ModelState, check_joins
 from meshwright.runtime.optimizers import OptimizerFactory

@@ -23,10 +23,9 @@ from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
 from meshwright.hollow import Hollow
 from meshwright.input_checks import (
-    check_function,
-    check_model,
     check_switches,
 )
+from meshwright.model_checks import check_function, check_model
 from meshwright.plan.plan import Plan
 from meshwright.runtime.step import LocalStep
 

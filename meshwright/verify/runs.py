@@ -14,9 +14,9 @@ from meshwright.capture import Captured
 from meshwright.capture.normalize import DROPOUT
 from meshwright.capture.pytree import leaves
 from meshwright.capture.trace import loss_and_more
-from meshwright.compile import Loss
 from meshwright.core.graph import Graph, Node
 from meshwright.core.mesh import Mesh
+from meshwright.loss_value import Loss
 from meshwright.ops.batch import example_reducers
 from meshwright.partition import Partition, partition
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -147,3 +149,20 @@ def test_wrong_arguments():
     step(torch.tensor([3]))
     with pytest.raises(ServerError, match=r"use_servers\(2\) cannot be done"):
         step.use_servers(2)
+
+
+def test_a_worker_loads_little_before_its_first_push():
+    """Captures, planners and checkpoints take a third of the time until then, and are not needed."""
+    script = """
+import sys
+import torch
+import meshwright as mw
+
+step = mw.parameter_server(
+    torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda f, x: f(x["x"]).sum()
+)
+step({"x": torch.ones(4, 2)})
+print([name for name in ("capture", "search", "checkpoint", "compile") if f"meshwright.{name}" in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
