@@ -32,6 +32,7 @@ from meshwright.checkpoint.save import check_keep
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, PeerLost, a_type
 from meshwright.input_checks import check_switches
+from meshwright.parameter_server import ServerStep
 from meshwright.train import TrainStep, shutdown
 
 log = logging.getLogger("meshwright")
@@ -78,7 +79,9 @@ class Autosave:
             raise CheckpointError(
                 f"the step is {a_type(step)}",
                 why="what is saved is what a training step holds",
-                hint="mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
+                hint="step.resume(path) before the first step, and step.save(path) every so many steps"
+                if isinstance(step, ServerStep)
+                else "mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
             )
         if not is_whole(every) or every < 1:
             raise CheckpointError(

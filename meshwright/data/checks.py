@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.capture.pytree import leaves
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, a_type
+from meshwright.parameter_server import ServerStep
 from meshwright.runtime.step import LocalStep
 
 LAST = ("drop", "pad")
@@ -34,7 +35,9 @@ def check_options(
         raise BatchError(
             f"{type(local).__name__} is no step",
             why="what a rank reads depends on the step that takes the batches",
-            hint="mw.shard_loader(dataset, step), with step = mw.train_step(…) or mw.forward_step(…)",
+            hint="a plain DataLoader of full batches, of which each worker trains its share, or step.samples(…)"
+            if isinstance(local, ServerStep)
+            else "mw.shard_loader(dataset, step), with step = mw.train_step(…) or mw.forward_step(…)",
         )
     if last not in (None, *LAST):
         raise BatchError(

@@ -22,6 +22,7 @@ from meshwright.metrics.collective_wait import Waiting
 from meshwright.metrics.flops import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
+from meshwright.parameter_server import ServerStep
 from meshwright.runtime.step import LocalStep
 from meshwright.train import TrainStep
 
@@ -77,7 +78,9 @@ class Metrics:
             raise RunError(
                 f"the step is {a_type(step)}",
                 why="what is reported is what a training step does",
-                hint="mw.Metrics(step, path), with step = mw.train_step(…)",
+                hint="step.traffic, and meshwright ps status"
+                if isinstance(step, ServerStep)
+                else "mw.Metrics(step, path), with step = mw.train_step(…)",
             )
         if not is_whole(every) or every < 1:
             raise RunError(

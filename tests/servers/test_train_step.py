@@ -79,6 +79,26 @@ def test_what_does_not_apply_is_refused(case: str) -> None:
         wrong()
 
 
+HELPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "Autosave": (
+        lambda step: mw.Autosave(step, "ckpt", every=2),
+        r"step\.resume\(path\) before the first step",
+    ),
+    "Metrics": (lambda step: mw.Metrics(step), r"step\.traffic"),
+    "shard_loader": (
+        lambda step: mw.shard_loader([torch.ones(3)], step),
+        "a plain DataLoader of full batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_helpers_of_plans_say_what_to_use_here(name: str) -> None:
+    helper, hint = HELPERS[name]
+    with pytest.raises(mw.MeshwrightError, match=hint):
+        helper(build())
+
+
 def test_a_staleness_that_is_none() -> None:
     with pytest.raises(ServerError, match="staleness=-1"):
         build(staleness=-1)
