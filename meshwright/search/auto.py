@@ -21,7 +21,7 @@ from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch_rows
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
-from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes
+from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes, smaller_limits
 from meshwright.search.planner import Planner, SearchResult, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -84,6 +84,7 @@ def _look(planner: Planner, tried: _Tried) -> None:
             return
     _repeated(planner, tried)
     _lighter(planner, tried)
+    _smaller_limits(planner, tried)
     if planner.request.memory_bytes is not None and not stop.now() and _may_gain(planner, tried):
         found, near = priced_by_bytes(planner, recursion(planner))
         tried.nearest += [near] if near is not None else []
@@ -209,6 +210,28 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
                 label = f"{name}{f', α={alpha}' if alpha else ''}, {share:.0%} for bytes"
                 _take(planner, tried, label, planner.found(space, states, claims))
                 planner.tell(name, _best(planner, tried), None)
+
+
+def _smaller_limits(planner: Planner, tried: _Tried) -> None:
+    """Simulate the choices that smaller and smaller limits lead to. They are the same whatever the limit of the request
+    is, so that a larger one knows those that a smaller one does: more memory makes no plan slower."""
+    if planner.evaluator is None or planner.size > AUTO.lighter_size or _best(planner, tried) is None:
+        return
+    for name, family in families_of(planner):
+        space = planner.space(family)
+        floor, memory = space.problem(1.0), planner.memory(space)
+        room = np.inf if (limit := planner.limit(space)) is None else limit
+        seen = {found.states for _, found in tried.found if found.space is space}
+        for choices in smaller_limits(planner, space, memory):
+            within = [s for s in choices if s not in seen and memory.totals(s).max() <= room]
+            for states in within[: AUTO.smaller_simulations]:
+                if planner.request.stop.now():
+                    return
+                if floor.price(states) < (_best(planner, tried) or np.inf):
+                    seen.add(states)
+                    label = f"{name[:3]} optimum under a smaller limit"
+                    _take(planner, tried, label, planner.found(space, states, {"memory_decided": True}))
+            planner.tell(name, _best(planner, tried), None)
 
 
 def _bound(

@@ -166,7 +166,12 @@ class AutoBudget:
         (0.3, 0.12),
         (None, 0.05),
     )
-    # Nodes × axes up to which these are looked at: beyond, they would take most of the search.
+    # Smaller limits whose optima are looked at, by how much each is below the bytes of the last optimum, and how many
+    # choices of one of them are simulated.
+    smaller_limits: int = 10
+    smaller_by: float = 0.05
+    smaller_simulations: int = 7
+    # Nodes × axes up to which all these are looked at: beyond, they would take most of the search.
     lighter_size: int = 400
     # Of the step: where a recursion without a limit saves no more, a large space gets none under one.
     recursion_worth: float = 0.05

@@ -6,12 +6,12 @@ are tightened by what it missed, and the search goes on. The bound is that of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.search.budget import MEMORY, SOLVE
+from meshwright.search.budget import AUTO, MEMORY, SOLVE
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
@@ -131,6 +131,29 @@ def _weighed(
     asked = problem if price is None else memory.weighed(problem, price)
     solution = solve(asked, ended=planner.request.stop.now)
     return planner.found(space, solution.states, {})
+
+
+def smaller_limits(planner: Planner, space: Space, memory: Memory) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield what a space allows under one limit after the other, each a little below the bytes of the choice before:
+    the optimum by a weighted sum, then the others that its search came by, cheapest first. The first limit is a little
+    below what the optimum without a limit takes, whatever the limit of the request."""
+    problem, ended = planner.problem(space, AUTO.alphas[0]), planner.request.stop.now
+    most = float(memory.totals(solve(problem, ended=ended).states).max())
+    for _ in range(AUTO.smaller_limits):
+        most *= 1 - AUTO.smaller_by
+        solution = solve_limited(
+            problem,
+            memory,
+            np.full(memory.instants, most),
+            enough=MEMORY.near,
+            most_solves=AUTO.bound_solves,
+            limit_work=MEMORY.work,
+            ended=ended,
+        )
+        if solution.states is None or ended():
+            return
+        most = min(most, float(memory.totals(solution.states).max()))
+        yield solution.states, *solution.others
 
 
 def fits(planner: Planner, found: SearchResult) -> bool:

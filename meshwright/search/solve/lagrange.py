@@ -89,7 +89,8 @@ class LimitedSolution:
     """The cheapest accepted states, or None; a lower bound of the price of all that fits; λ per byte and instant.
 
     Without states, `least` holds the fewest bytes that any choice needs at each instant by itself, `nearest` the states
-    whose worst instant comes closest to its limit, and a bound of inf is a proof that nothing fits.
+    whose worst instant comes closest to its limit, and a bound of inf is a proof that nothing fits. `others`: further
+    states within the limits that the search came by, the cheapest first.
     """
 
     states: States | None
@@ -100,6 +101,7 @@ class LimitedSolution:
     nearest: States | None = None
     solves: int = 0
     stopped: bool = False
+    others: tuple[States, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -402,6 +404,8 @@ class _Search:
             nearest = min(self.known, key=lambda s: (float((self.known[s][1] - self.limits).max()), s))
         least = None if self.least is None else self.least * self.unit
         prices = self.root.multipliers / self.unit
+        within = (s for s, (_, totals) in self.known.items() if (totals <= self.limits).all())
+        others = tuple(sorted((s for s in within if s != self.best), key=lambda s: (self.known[s][0], s)))
         return LimitedSolution(
-            self.best, self.price, self.bound, prices, least, nearest, self.solves, self.stopped
+            self.best, self.price, self.bound, prices, least, nearest, self.solves, self.stopped, others
         )
