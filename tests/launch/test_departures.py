@@ -138,17 +138,17 @@ LEAVES = [
     pytest.param(
         "pipeline",
         "came to mw.shutdown() after step 2, and rank 0 waits for it in step 3",
-        marks=pytest.mark.slow,
+        marks=pytest.mark.full,
     ),
     pytest.param(
         "manual",
         "came to mw.shutdown() after step 2, and rank 0 waits for it in step 3",
-        marks=pytest.mark.slow,
+        marks=pytest.mark.full,
     ),
     pytest.param(
         "save",
         "came to mw.shutdown() after step 2, and rank 0 waits for it after step 2",
-        marks=pytest.mark.slow,
+        marks=pytest.mark.full,
     ),
 ]
 

@@ -206,6 +206,10 @@ def test_a_scheduler_of_its_own_may_start_again(launches: Launches, several: Sev
 
 LEAVES = """
     import os, sys
+
+    if sys.argv[1] == "at once" and os.environ["RANK"] == "0":
+        sys.exit(0)
+
     import torch
     import meshwright as mw
     from meshwright.examples import mlp
@@ -232,7 +236,12 @@ LEAVES = """
         pytest.param(
             "ends",
             "rank 0 of 3 ended with exit code 0 after step 2 while others had not come to the end",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "at once",
+            "rank 0 of 3 ended with exit code 0, and ranks 1, 2 wait for it",
+            marks=pytest.mark.full,
         ),
     ],
 )
