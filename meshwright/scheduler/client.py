@@ -109,7 +109,9 @@ class Client:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     def __del__(self) -> None:
-        self.close()
+        made, self._socket = self._socket, None
+        if made is not None:  # not by `close`: at the end of a process its modules may be gone
+            made.close()
 
     def own_address(self) -> str:
         """The address of this machine by which the scheduler is reached; empty without a connection."""

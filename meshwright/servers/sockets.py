@@ -115,7 +115,8 @@ class Remote:
         return Remote(self.meeting, self.patience, self.away)
 
     def __del__(self) -> None:
-        self.close()
+        for made in self._open.values():  # not by `close`: at the end of a process its modules may be gone
+            made.close()
 
     def close(self) -> None:
         for number in list(self._open):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -75,3 +76,14 @@ def test_a_place_is_written_for_its_user_alone(tmp_path: Path) -> None:
         assert (tmp_path / "place.json").stat().st_mode & 0o777 == 0o600
         assert Place.read(tmp_path / "place.json") == place
         assert place.trust.secret not in repr(place)
+
+
+def test_a_connection_closes_where_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a process modules are emptied before the last objects go: an error would be its last words."""
+    mine, other = socket.socketpair()
+    held = Client(Place("localhost", 1))
+    held._socket = mine
+    monkeypatch.setattr("meshwright.scheduler.client.contextlib", None)
+    held.__del__()
+    with other:
+        assert other.recv(1) == b""
