@@ -34,9 +34,8 @@ CHECKS: Mapping[str, tuple[str, float]] = {
     "offload": ("Host offload with pinned memory", 55),
     "ranks": ("Ranks that share one device over gloo, equal to one device", 90),
     "tests": ("Tests marked gpu", 60),
-    "calibration": ("Calibration of the device", 90),
-    "speed": ("Our step over hand-written eager", 55),
-    "predicted": ("Predicted beside measured", 45),
+    "calibration": ("Calibration of the device", 80),
+    "programs": ("Our step beside hand-written ones, and beside what was predicted of it", 250),
 }
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Row = dict[str, Any]

@@ -181,8 +181,7 @@ def _copies(place: Place) -> Found:
     for way, copy in {"out": link.out, "back": link.back, "out again": link.out}.items():
         place.settle()
         began = time.perf_counter()
-        source, event = copy(source)
-        link.wait(event)
+        source = copy(source).take()
         place.settle()
         rates[way] = size / (time.perf_counter() - began)
     if not torch.equal(source, x.cpu()):

@@ -1,31 +1,31 @@
-"""What is measured on a device: its rates, our step over a hand-written one, and what was predicted of ours."""
+"""What is measured on a device: its rates, our step beside hand-written ones, and beside what was predicted of it."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import meshwright as mw
-from bench.gpu_checks import Found, Part, Place, Skip
-from bench.steps import Case, Step, adamw
+from bench.gpu_checks import Found, Part, Place
+from bench.gpu_programs import PROGRAMS, Program
+from bench.steps import Step, adamw
 from meshwright.calibrate.step_rows import describe_step, priced
 from meshwright.compile import captured_of, lower
-from meshwright.examples import mlp
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
 
-Built = tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[Any, Any], torch.Tensor]]
 WARM_UP = 3
-FAIR = 1e-3  # relative: losses of two contenders that are further apart are no comparison
-OURS: dict[str, Any] = {"mesh": 1, "mode": "stand_alone"}
-LARGE = (Case("GPT", 1024, 6, 1024, 4, 32768), Case("Llama", 1024, 6, 1024, 4, 32768))
-SMALL = (Case("GPT", 128, 2, 32, 2), Case("Llama", 128, 2, 32, 2))
+FAIR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative: further apart, losses are no comparison
+OURS, EAGER, COMPILED = "ours", "eager", "torch.compile"
 
 
 def parts_of(name: str, place: Place) -> Iterator[Part]:
@@ -33,45 +33,25 @@ def parts_of(name: str, place: Place) -> Iterator[Part]:
     if name == "calibration":
         yield "rates of one rank", lambda: _calibrated(place)
         return
-    measure = _speed if name == "speed" else _predicted
-    for title, build in _models(place).items():
-        yield title, lambda build=build: measure(place, build)
+    for title, program in PROGRAMS.items():
+        yield title, functools.partial(_measured, place, title, program)
 
 
-def _models(place: Place) -> dict[str, Callable[[], Built]]:
-    """Three, on the device, the same weights at each call."""
-
-    def moved(model: torch.nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> Built:
-        return model.to(place.device), {k: v.to(place.device) for k, v in batch.items()}, loss
-
-    def language(case: Case) -> Built:
-        model, batches, loss = case.build()
-        return moved(model, batches[0], loss)
-
-    wide = 64 if place.small else 2048
-    found: dict[str, Callable[[], Built]] = {
-        str(case): lambda case=case: language(case) for case in (SMALL if place.small else LARGE)
-    }
-    found[f"MLP {wide} × 6, batch {2 * wide}"] = lambda: moved(
-        *mlp.build(batch=2 * wide, features=wide, hidden=wide, classes=wide, depth=3)
-    )
-    return found
-
-
-def _ours(build: Callable[[], Built]) -> Step:
-    model, batch, loss = build()
-    step = mw.train_step(model, adamw, batch, loss=loss, **OURS)
+def _ours(place: Place, program: Program) -> Step:
+    model, batch, loss = program.build(place)
+    step = mw.train_step(model, adamw, batch, loss=loss, mesh=1, mode="stand_alone", **program.techniques)
     return lambda: step(batch)
 
 
-def _theirs(build: Callable[[], Built]) -> Step:
+def _theirs(place: Place, program: Program, compiled: bool = False) -> Step:
     """The same by hand."""
-    model, batch, loss = build()
+    model, batch, loss = program.build(place)
     optimizer = adamw(model.parameters())
+    forward = torch.compile(loss) if compiled else loss
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        value = loss(model, batch)
+        value = forward(model, batch)
         value.backward()
         optimizer.step()
         return value.detach()
@@ -79,38 +59,71 @@ def _theirs(build: Callable[[], Built]) -> Step:
     return step
 
 
+@dataclass(frozen=True)
+class Times:
+    """Of a step, of each contender: seconds by round."""
+
+    taken: Mapping[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Of a contender, in seconds."""
+        return statistics.median(self.taken[name])
+
+    def ratio(self, name: str) -> list[float]:
+        """Quartiles of our time over another's, taken within rounds."""
+        pairs = zip(self.taken[OURS], self.taken[name], strict=True)
+        return statistics.quantiles([a / b for a, b in pairs], n=4)
+
+
+def _measured(place: Place, title: str, program: Program) -> Found:
+    """Our step: its seconds beside those of hand-written peers and predicted ones, and its peak of bytes."""
+    predicted = _predicted(place, title, program)
+    contenders: dict[str, Callable[[], Step]] = {OURS: lambda: _ours(place, program)}
+    if not program.techniques:
+        contenders[EAGER] = lambda: _theirs(place, program)
+    if program.compiled and place.cuda:
+        contenders[COMPILED] = lambda: _theirs(place, program, compiled=True)
+    times = _times(place, program, contenders)
+    sizes = {name: place.peak_bytes(make) for name, make in contenders.items() if name != COMPILED}
+    ours_s, ours_bytes = times.median(OURS), sizes[OURS]
+    shown = [f"step {ours_s * 1e3:.2f} ms"]
+    if predicted is not None:
+        shown[0] += f", predicted {predicted['seconds'] * 1e3:.2f} ({predicted['seconds'] / ours_s:.3f})"
+        shown += [f"peak {ours_bytes / 1e6:.1f} MB, predicted ({predicted['bytes'] / ours_bytes:.3f})"]
+    for name in contenders:
+        if name != OURS:
+            low, middle, high = times.ratio(name)
+            shown += [f"{middle:.3f} ({low:.3f} – {high:.3f}) of {name}'s"]
+    if EAGER in sizes:
+        shown += [f"peak {ours_bytes / sizes[EAGER]:.3f} of eager's"]
+    data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted}
+    return "; ".join(shown), data
+
+
+def _times(place: Place, program: Program, contenders: Mapping[str, Callable[[], Step]]) -> Times:
+    """All in turn, in alternating order."""
+    steps = {name: make() for name, make in contenders.items()}
+    for _ in range(WARM_UP):
+        losses = {name: step().item() for name, step in steps.items()}
+        if any(abs(losses[OURS] - x) > FAIR[program.dtype] * abs(x) for x in losses.values()):
+            raise AssertionError(f"the steps compute different things: losses {losses}")
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(5 if place.small else 15):
+        for name in steps if number % 2 == 0 else reversed(steps):
+            taken[name].append(_seconds(place, steps[name]))
+    return Times(taken)
+
+
 def _seconds(place: Place, step: Step) -> float:
-    """Of one step, until the device has ended it."""
+    """Of one step, until the device has ended it; on a CUDA device of one among several, as in a loop of training."""
     gc.collect()
     place.settle()
+    steps = 3 if place.cuda else 1
     began = time.perf_counter()
-    step()
+    for _ in range(steps):
+        step()
     place.settle()
-    return time.perf_counter() - began
-
-
-def _speed(place: Place, build: Callable[[], Built]) -> Found:
-    """Both in turn, in alternating order; the ratio is taken within a round."""
-    pair = {"ours": _ours(build), "eager": _theirs(build)}
-    for _ in range(WARM_UP):
-        ours, eager = (step().item() for step in pair.values())
-        if not abs(ours - eager) <= FAIR * abs(eager):
-            raise AssertionError(f"the two compute different things: losses {ours} and {eager}")
-    taken: dict[str, list[float]] = {name: [] for name in pair}
-    for number in range(5 if place.small else 21):
-        for name in pair if number % 2 == 0 else reversed(pair):
-            taken[name].append(_seconds(place, pair[name]))
-    pair.clear()
-    ratios = [a / b for a, b in zip(taken["ours"], taken["eager"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    ours_s, eager_s = (statistics.median(t) for t in taken.values())
-    ours_bytes, eager_bytes = (place.peak_bytes(lambda m=make: m(build)) for make in (_ours, _theirs))
-    shown = f"{middle:.3f} ({low:.3f} – {high:.3f}): {ours_s * 1e3:.2f} ms over {eager_s * 1e3:.2f} ms"
-    shown += (
-        f"; peak {ours_bytes / eager_bytes:.2f}: {ours_bytes / 1e6:.1f} MB over {eager_bytes / 1e6:.1f} MB"
-    )
-    data = {**taken, "ratio": [low, middle, high], "ours_bytes": ours_bytes, "eager_bytes": eager_bytes}
-    return shown, data
+    return (time.perf_counter() - began) / steps
 
 
 # ---------------------------------------------------------------- calibrated and predicted
@@ -134,28 +147,21 @@ def _calibrated(place: Place) -> Found:
     return "; ".join([device.name, rates, *lines]), {"flops_per_s": dict(device.flops), "notes": lines}
 
 
-def _predicted(place: Place, build: Callable[[], Built]) -> Found:
-    """A step's seconds and its peak of bytes, predicted for the cluster that was calibrated, and measured."""
+def _predicted(place: Place, title: str, program: Program) -> dict[str, Any] | None:
+    """Seconds and peak bytes of our step for the cluster that was calibrated, or None without it. What the step
+    consists of is left in ``steps.jsonl``, to be priced again."""
     file = place.out / "cluster.yaml"
     if not file.exists():
-        raise Skip("needs the calibration")
+        return None
     cluster = mw.Cluster.load(file)
-    model, batch, loss = build()
-    plan = mw.plan(model, batch, loss=loss, **OURS)
+    model, batch, loss = program.build(place)
+    plan = mw.plan(model, batch, loss=loss, mesh=1, mode="stand_alone", **program.techniques)
     parts = lower(captured_of(model, batch, loss), plan)
-    del model
-    seconds = priced(describe_step(parts, cluster), cluster).seconds()
+    about = describe_step(parts, cluster)
+    with (place.out / "steps.jsonl").open("a", encoding="utf-8") as steps:
+        steps.write(json.dumps({"program": title, **about}) + "\n")
     size = peak(parts, 0, optimizer=ADAMW_FUSED, device=place.kind).bytes
-    step = _ours(build)
-    for _ in range(WARM_UP):
-        step()
-    took = statistics.median(_seconds(place, step) for _ in range(5 if place.small else 15))
-    del step
-    held = place.peak_bytes(lambda: _ours(build))
-    shown = f"step {seconds * 1e3:.2f} ms, measured {took * 1e3:.2f} ms ({seconds / took:.2f}); "
-    shown += f"peak {size / 1e6:.1f} MB, measured {held / 1e6:.1f} MB ({size / held:.3f})"
-    data = {"predicted_s": seconds, "measured_s": took, "predicted_bytes": size, "measured_bytes": held}
-    return shown, data
+    return {"seconds": priced(about, cluster).seconds(), "bytes": size}
 
 
 __all__ = ["parts_of"]

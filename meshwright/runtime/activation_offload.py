@@ -17,7 +17,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.partition.activation_offload import SavedActivation
 from meshwright.redistribute.index_maps import exchange
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.host_link import Event, HostLink
+from meshwright.runtime.host_link import Copy, HostLink
 from meshwright.runtime.recompute import Again, Result
 from meshwright.runtime.reshard import Mover
 
@@ -89,23 +89,21 @@ class _Away:
         self.store, self.keeper, self.run = store, keeper, run
         self.like = x.size(), x.stride()
         self.there: torch.Tensor | None = None
-        self.back: torch.Tensor | None = None
-        self.event: Event = None
+        self.back: Copy | None = None
         self.result: weakref.ref[Result] | None = None
 
     def bring(self) -> None:
         """Start the way back, if somebody asks for the value and nobody has."""
         result = self.result() if self.result is not None else None
         if self.there is not None and result is not None and result.wanted:
-            self.back, self.event = self.store.link.back(self.there)
+            self.back = self.store.link.back(self.there)
             self.there = None
 
     def take(self) -> torch.Tensor:
         """The value on the device."""
         self.store.bring(self.run)
         assert self.back is not None, "a value was taken twice from the host"
-        self.store.link.wait(self.event)
-        part, self.back = self.back, None
+        part, self.back = self.back.take(), None
         found = self.keeper.whole(part, self.like)
         before = self.run.before() if self.run.before is not None else None
         if not self.run.opened and before is not None:
@@ -120,7 +118,7 @@ class Store:
     def __init__(self, again: Again, device: torch.device, room_bytes: int) -> None:
         """`room_bytes`: so much may be on its way to the host at a time."""
         self.again, self.link, self.room_bytes = again, HostLink(device), room_bytes
-        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()
+        self._leaving: deque[Copy] = deque()
         self._run: _Run | None = None
 
     def put(self, x: torch.Tensor, keeper: Keeper) -> None:
@@ -136,11 +134,12 @@ class Store:
         if self._run is None or self._run.layer != keeper.activation.layer or self._run.opened:
             self._run = _Run(keeper.activation.layer, self._run)
         item = _Away(self, keeper, self._run, x)
-        item.there, event = self.link.out(part)
+        leaving = self.link.out(part)
+        item.there = leaving.result
         item.result = self.again.keep(x, item.take)
         self._run.items.append(weakref.ref(item))
-        self._leaving.append((part, event))
-        while len(self._leaving) > 1 and sum(p.nbytes for p, _ in self._leaving) > self.room_bytes:
+        self._leaving.append(leaving)
+        while len(self._leaving) > 1 and sum(c.size_bytes for c in self._leaving) > self.room_bytes:
             self._settle_one()
 
     def begin(self) -> None:
@@ -161,8 +160,7 @@ class Store:
                 item.bring()
 
     def _settle_one(self) -> None:
-        _, event = self._leaving.popleft()
-        self.link.wait(event)
+        self._leaving.popleft().take()
 
 
 def _alone(x: torch.Tensor) -> bool:

@@ -6,7 +6,34 @@ from __future__ import annotations
 import torch
 
 HOST = torch.device("cpu")
-Event = torch.cuda.Event | None  # the end of a copy under way; None where it is over
+
+
+class Copy:
+    """A copy under way. Its source and its result keep their memory until computation has waited for it.
+
+    Both were allocated for the device's own stream. That stream waits for the copy before either is freed, so what
+    comes next may have the memory at once: `Tensor.record_stream` would give it back only when the host sees that the
+    copy has ended, and a host that is far ahead of its device allocates new memory instead.
+    """
+
+    def __init__(
+        self, result: torch.Tensor, source: torch.Tensor, event: torch.cuda.Event | None = None
+    ) -> None:
+        """`event`: the end of the copy; None if it is over."""
+        self.result, self.size_bytes = result, source.nbytes
+        self._source: torch.Tensor | None = source
+        self._event = event
+
+    def take(self) -> torch.Tensor:
+        """Make all later computation wait for the end of the copy; return its result."""
+        if self._event is not None and self._source is not None:
+            device = self.result.device if self._source.device == HOST else self._source.device
+            torch.cuda.current_stream(device).wait_event(self._event)
+        self._event = self._source = None
+        return self.result
+
+    def __del__(self) -> None:
+        self.take()
 
 
 class HostLink:
@@ -16,32 +43,24 @@ class HostLink:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def out(self, x: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Start to copy a tensor to the host. It must stay as it is until the copy has ended."""
+    def out(self, x: torch.Tensor) -> Copy:
+        """Start to copy a tensor to the host. It must stay as it is until the copy is taken."""
         return self._copied(x, empty_on_host(x))
 
-    def back(self, x: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def back(self, x: torch.Tensor) -> Copy:
         """Start to copy a tensor of the host to the device."""
         made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=self.device)
         return self._copied(x, made)
 
-    def wait(self, event: Event) -> None:
-        """Make all later computation wait for the end of a copy."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _copied(self, x: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def _copied(self, x: torch.Tensor, made: torch.Tensor) -> Copy:
         if self._stream is None:
-            return made.copy_(x), None
+            return Copy(made.copy_(x), x)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             made.copy_(x, non_blocking=True)
-            for tensor in (made, x):
-                if tensor.device.type == "cuda":  # not to be given to others while the copy is under way
-                    tensor.record_stream(self._stream)
             event = torch.cuda.Event()
             self._stream.record_event(event)
-            return made, event
+            return Copy(made, x, event)
 
 
 def empty_on_host(x: torch.Tensor) -> torch.Tensor:
@@ -50,4 +69,4 @@ def empty_on_host(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=HOST, pin_memory=pinned)
 
 
-__all__ = ["Event", "HostLink", "empty_on_host"]
+__all__ = ["Copy", "HostLink", "empty_on_host"]

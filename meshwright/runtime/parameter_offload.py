@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.runtime.host_link import Event, HostLink, empty_on_host
+from meshwright.runtime.host_link import Copy, HostLink, empty_on_host
 from meshwright.runtime.recompute import Again, Result
 
 NO_HOMES: Mapping[str, torch.Tensor] = {}
@@ -59,10 +59,12 @@ class HostParameters:
     @contextmanager
     def present(self) -> Iterator[None]:
         """While an optimizer on the device updates them: leaves have their values there; then these go home."""
+        if not self.leaves:
+            yield
+            return
         before = {name: leaf.data for name, leaf in self.leaves.items()}
         for name, leaf in self.leaves.items():
-            leaf.data, event = self.link.back(self.homes[name])
-            self.link.wait(event)
+            leaf.data = self.link.back(self.homes[name]).take()
         yield
         for name, leaf in self.leaves.items():
             self.homes[name].copy_(leaf.data, non_blocking=True)
@@ -79,7 +81,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.results: dict[str, weakref.ref[Result]] = {}
-        self.ahead: dict[str, tuple[torch.Tensor, Event]] = {}
+        self.ahead: dict[str, Copy] = {}
         self.opened: set[int] = set()
 
 
@@ -92,7 +94,7 @@ class Fetches:
     ) -> None:
         self.again, self.link, self.runs, self.homes = again, link, runs, homes
         self._run_of = {name: number for number, run in enumerate(runs) for name in run}
-        self._ahead: dict[str, tuple[torch.Tensor, Event]] = {}  # brought, and not taken yet
+        self._ahead: dict[str, Copy] = {}  # brought, and not taken yet
         self._left: set[str] = set()  # still to be taken in this forward pass
         self._pass = _Pass()
 
@@ -108,8 +110,7 @@ class Fetches:
         first = self._left.issuperset(self.runs[run])
         self._start(run)
         self._left.discard(name)
-        made, event = self._ahead.pop(name)
-        self.link.wait(event)
+        made = self._ahead.pop(name).take()
         if first and run + 1 < len(self.runs):
             self._start(run + 1)
         return made
@@ -128,8 +129,7 @@ class Fetches:
     def _again(self, name: str, one: _Pass) -> torch.Tensor:
         run = self._run_of[name]
         self._restart(run, one)
-        made, event = one.ahead.pop(name)
-        self.link.wait(event)
+        made = one.ahead.pop(name).take()
         if run not in one.opened and run:
             self._restart(run - 1, one)
         one.opened.add(run)
