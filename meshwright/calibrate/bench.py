@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -19,6 +20,11 @@ MOST_CALLS = 2000  # in a sample
 LEAST_SAMPLES = 3
 CALLS_BETWEEN = 8  # of a collective among calls that compute: whoever comes early to one waits, and so on
 LEAST_SHARE = 0.02  # of a sample, for what is the difference of two: noise must not make it nothing
+ISSUED_SECONDS = (
+    4e-3  # of calls that wait in a device's queue: some hundred, and a queue has room for a thousand
+)
+BLOCK = 4096  # the size of the product that an accelerator computes while calls are issued
+STEPS_IN_A_ROW = 4  # on an accelerator, whose host is in the next step before this one has ended
 
 Call = Callable[[], object]
 
@@ -77,7 +83,10 @@ class Bench:
 
     def seconds(self, call: Call, budget: float) -> float:
         """Measure a call that involves no other rank: the slowest rank's median seconds while all ranks make it. The
-        mean if ranks share the cores: a short call then either runs at once or waits for a full time slice."""
+        mean if ranks share the cores: a short call then either runs at once or waits for a full time slice. On an
+        accelerator they are the device's, without what the host takes to issue the call."""
+        if self.device.type == "cuda":
+            return self._device_seconds(call, budget)
         calls = _calls(min(self.sample(call, 1), self.sample(call, 2)))
         self.meet()
         end, found = time.perf_counter() + budget, []
@@ -85,11 +94,66 @@ class Bench:
             found.append(self.sample(call, calls))
         return self.slowest(statistics.fmean(found) if self.crowded else statistics.median(found))
 
+    def _device_seconds(self, call: Call, budget: float) -> float:
+        """The device computes products until the host has issued all calls of a sample; then it makes them in a row."""
+        once = self._issue_seconds(call, 1)
+        calls = max(1, min(MOST_CALLS, int(ISSUED_SECONDS / once)))
+        waiting = calls * self._issue_seconds(call, min(calls, 16))
+        self.meet()
+        end, found, blocks = time.perf_counter() + budget, list[float](), 1
+        while len(found) < LEAST_SAMPLES or time.perf_counter() < end:
+            blocks = max(blocks, math.ceil(1.5 * waiting / self._block_seconds))
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._block(blocks)
+            began.record()
+            for _ in range(calls):
+                call()
+            ended.record()
+            late = began.query() and blocks < 1000
+            self.finish()
+            if late:  # the device was idle in between
+                blocks *= 2
+                continue
+            found.append(began.elapsed_time(ended) / 1e3 / calls)
+        return self.slowest(statistics.median(found))
+
+    def _issue_seconds(self, call: Call, calls: int) -> float:
+        """Seconds of the host to issue one call, while the device has other work."""
+        self.finish()
+        self._block(1)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        issued = time.perf_counter() - began
+        self.finish()
+        return issued / calls
+
+    def host_seconds(self, call: Call, budget: float) -> float:
+        """Measure what the host takes to issue a call that is nothing for the device."""
+        end, found = time.perf_counter() + budget, list[float]()
+        while len(found) < LEAST_SAMPLES or time.perf_counter() < end:
+            found.append(self.sample(call, 100))
+        return self.slowest(statistics.median(found))
+
+    def _block(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(*self._factors)
+
+    @functools.cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (torch.randn(BLOCK, BLOCK, device=self.device) for _ in range(2))
+        return a, b
+
+    @functools.cached_property
+    def _block_seconds(self) -> float:
+        self._block(2)
+        return self.sample(lambda: self._block(1), 3)
+
     def joint_seconds(self, call: Call, budget: float) -> float:
         """Seconds of a collective: every rank makes equally many calls; the median over samples of the slowest rank."""
         self.sample(call, 1)
         once = self.slowest(self.sample(call, 2))
-        calls = _calls(once)
+        calls = max(_calls(once), STEPS_IN_A_ROW if self.device.type == "cuda" else 1)
         samples = max(LEAST_SAMPLES, min(50, int(budget / (calls * once))))
         found = []
         for _ in range(samples):

@@ -48,27 +48,37 @@ def matmul(bench: Bench, dtype: str, size: int) -> TimedCall:
 
 
 def attention(bench: Bench, dtype: str, size: int, causal: bool = False) -> TimedCall:
-    """Fused attention over `size` places in 8 heads of width 64, laid out as a model's projections leave them: two
+    """Fused attention over `size` places in heads of width 64, laid out as a model's projections leave them: two
     products forward, five backward. With a causal mask half of the pairs count; a processor goes through all of a
     block of 512 keys all the same, so it is a row of its own."""
-    shape, kind = (2, size, 4, 64), TORCH_DTYPES[dtype]
+    batch, heads = (4, 16) if bench.device.type == "cuda" else (2, 4)  # a small one leaves most of a GPU idle
+    shape, kind = (batch, size, heads, 64), TORCH_DTYPES[dtype]
     q, k, v, g = (torch.randn(shape, device=bench.device).to(kind).transpose(1, 2) for _ in range(4))
     wanted = [t.requires_grad_() for t in (q, k, v)]
 
     def call() -> object:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), wanted, g)
 
-    return TimedCall((0.5 if causal else 1.0) * 4 * 8 * size**2 * 64, call, 3.5)
+    return TimedCall((0.5 if causal else 1.0) * 4 * batch * heads * size**2 * 64, call, 3.5)
 
 
 def convolution(bench: Bench, dtype: str, size: int) -> TimedCall:
-    """A 3 × 3 convolution with `size` channels on 4 images of 28 × 28, forward and both gradients."""
-    kind = TORCH_DTYPES[dtype]
-    x = torch.randn(4, size, 28, 28, device=bench.device).to(kind).requires_grad_()
-    w = torch.randn(size, size, 3, 3, device=bench.device).to(kind).requires_grad_()
-    g = torch.randn(4, size, 28, 28, device=bench.device).to(kind)
-    work = 2.0 * 4 * 28 * 28 * size**2 * 9
-    return TimedCall(work, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), g), 3)
+    """A 3 × 3 convolution with `size` channels on images of 28 × 28, forward and both gradients; on an accelerator, of
+    more images, and the mean with one of 1 × 1, of which networks have as many."""
+    kind, cuda = TORCH_DTYPES[dtype], bench.device.type == "cuda"
+    images = 32 if cuda else 4
+    x = torch.randn(images, size, 28, 28, device=bench.device).to(kind).requires_grad_()
+    g = torch.randn(images, size, 28, 28, device=bench.device).to(kind)
+    windows = [
+        torch.randn(size, size, width, width, device=bench.device).to(kind).requires_grad_()
+        for width in ((3, 1) if cuda else (3,))
+    ]
+    work = 2.0 * images * 28 * 28 * size * sum(w[0].numel() for w in windows) / len(windows)
+
+    def call() -> object:
+        return [torch.autograd.grad(F.conv2d(x, w, padding=w.shape[-1] // 2), (x, w), g) for w in windows]
+
+    return TimedCall(work, call, 3 * len(windows))
 
 
 def memory(bench: Bench, dtype: str, size: int) -> TimedCall:
@@ -116,6 +126,7 @@ def _tensors(size_bytes: int, round_bytes: int = ROUND_BYTES) -> int:
 # class → (how it is made, launches in one pass, sizes on a processor, further sizes on an accelerator)
 TABLE: dict[str, tuple[Callable[[Bench, str, int], TimedCall], float, Sequence[int], Sequence[int]]] = {
     "launch": (launch, 0, (1,), ()),
+    "issue": (launch, 0, (1,), ()),
     "matmul": (matmul, 1, (32, 64, 128, 256, 384, 512, 768, 1024), (2048, 4096, 8192)),
     "attention": (attention, 2 / 3.5, (32, 64, 128, 256, 512), (1024, 2048, 4096)),
     "causal": (
@@ -133,7 +144,8 @@ TABLE: dict[str, tuple[Callable[[Bench, str, int], TimedCall], float, Sequence[i
 
 
 def names(bench: Bench) -> list[str]:
-    """The rows that this device has, the launch first: the others are less it."""
+    """The rows that this device has, the launch first: the others are less it. An accelerator's pointwise arithmetic is
+    as quick as its memory."""
     rows = [
         "launch",
         "matmul f32",
@@ -142,10 +154,11 @@ def names(bench: Bench) -> list[str]:
         "causal f32",
         "conv f32",
         "memory",
-        "elements",
         "update",
     ]
-    return [*rows, "attention bf16", "causal bf16", "host"] if bench.device.type == "cuda" else rows
+    if bench.device.type == "cuda":
+        return [*rows, "issue", "conv bf16", "attention bf16", "causal bf16", "host"]
+    return [*rows, "elements"]
 
 
 def measure(bench: Bench, name: str, pace: Pace) -> Iterator[Point]:
@@ -156,7 +169,8 @@ def measure(bench: Bench, name: str, pace: Pace) -> Iterator[Point]:
     for size in pace.chosen(sizes):
         made = make(bench, dtype or "f32", size)
         made.call()
-        seconds = bench.seconds(made.call, pace.point_seconds)
+        timed = bench.host_seconds if kind == "issue" else bench.seconds
+        seconds = timed(made.call, pace.point_seconds)
         yield Point(made.work, seconds / made.passes)
         if seconds > TOO_LONG:
             return

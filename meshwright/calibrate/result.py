@@ -65,6 +65,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
         memory_bytes=machine["memory_bytes"],
         memory_bytes_per_s=curves["memory"][-1][1],
         launch_seconds=_short(launch),
+        issue_seconds=_short(points["issue"][0].seconds) if "issue" in points else 0.0,
     )
     host = points.get("host", ())
     cluster = Cluster(
@@ -118,7 +119,7 @@ def _by_level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float,
 
 
 def _is_curve(name: str) -> bool:
-    return name.partition(" ")[0] in TABLE and name not in ("launch", "host")
+    return name.partition(" ")[0] in TABLE and name not in ("launch", "issue", "host")
 
 
 def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
@@ -201,7 +202,7 @@ def _line(
         return f"computing × {row.points[0].seconds:.2f}, collective × {row.points[1].seconds:.2f}", ""
     if row.name == POST:
         return f"{row.points[0].seconds * 1e6:.1f} µs a message", ""
-    if row.name == "launch":
+    if row.name in ("launch", "issue"):
         return f"{row.points[0].seconds * 1e6:.1f} µs an operator", ""
     return f"{si(row.points[-1].work / row.points[-1].seconds)}B/s", ""
 

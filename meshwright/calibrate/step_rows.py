@@ -32,7 +32,7 @@ from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Level
-from meshwright.cost.machine import ALIKE, launch_seconds, seconds, update_seconds
+from meshwright.cost.machine import ALIKE, issue_seconds, launch_seconds, seconds, update_seconds
 from meshwright.cost.operators import Work, work
 from meshwright.cost.reduction import STARTS, adding_seconds
 from meshwright.partition import Partition
@@ -52,6 +52,7 @@ from meshwright.runtime.step import LocalStep
 MEETING, WAITED = "meeting", "waited"  # latency and bytes of the collectives that the program waits for
 HIDDEN, HIDDEN_ROWS = "hidden", "hidden_rows"  # sums beside what it computes, and gathers and scatters
 LAUNCH = "launch"  # of operators: the interpreter, autograd's own
+ISSUE = "issue"  # the same on a host that runs ahead of its device
 UPDATE = "update"
 STATES = 2  # moments of a parameter: steps are taken with AdamW
 NUDGE = 1e-3  # of a factor, for a derivative
@@ -59,7 +60,7 @@ NUDGE = 1e-3  # of a factor, for a derivative
 
 @dataclass(frozen=True)
 class Prediction:
-    """The tasks of a step; of each its seconds by class."""
+    """The tasks of a step; of each its seconds by class. The host's seconds to issue it are a class of their own."""
 
     tasks: tuple[Task, ...]
     classes: tuple[Mapping[str, float], ...]
@@ -68,8 +69,13 @@ class Prediction:
     def seconds(self, factors: Mapping[str, float] | None = None) -> float:
         """The step, with factors for classes."""
         known = factors or {}
+        issue = known.get(ISSUE, 1.0)
         changed = [
-            replace(task, seconds=sum(s * known.get(name, 1.0) for name, s in by_class.items()))
+            replace(
+                task,
+                seconds=sum(s * known.get(name, 1.0) for name, s in by_class.items()),
+                issue_seconds=issue * task.issue_seconds,
+            )
             for task, by_class in zip(self.tasks, self.classes, strict=True)
         ]
         return play(changed, self.slowdown).step_seconds
@@ -79,6 +85,8 @@ class Prediction:
         known = factors or {}
         whole = self.seconds(known)
         names = dict.fromkeys(name for by_class in self.classes for name in by_class)
+        if any(task.issue_seconds for task in self.tasks):
+            names[ISSUE] = None
         nudged = {c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in names}
         return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
 
@@ -156,7 +164,7 @@ def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
 def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
     """A task, and its seconds by class."""
     streams, spent = (COMPUTE,), dict[str, float]()
-    launch = launch_seconds(cluster.device, cluster.measured)
+    launch, issue = launch_seconds(cluster.device, cluster.measured), 0.0
     if "send" in task:
         collective, axes, sent, waited = task["send"]
         latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
@@ -180,6 +188,7 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         name, dtype, flops, moved, launches = task["work"]
         one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
         whole = float(seconds(one, cluster.device, cluster.measured)[0])
+        issue = launches * issue_seconds(cluster.device, cluster.measured)
         spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
     return Task(
         task["name"],
@@ -187,6 +196,7 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         math.fsum(spent.values()),
         tuple(task["after"]),
         task["phase"],
+        issue_seconds=issue,
     ), spent
 
 

@@ -14,7 +14,9 @@ class Device:
     """The device of one rank.
 
     `flops` maps dtypes (``f32``, ``bf16``) to dense peak FLOP/s. `memory_bytes_per_s` is the bandwidth of its memory.
-    `launch_seconds` is the host's time to start one operator, which is the time of a tiny operator.
+    `launch_seconds` is the time of a tiny operator. On a processor that is the host's time to start one; an accelerator
+    starts the next while the host is ahead. `issue_seconds` is the host's time to issue an operator to an accelerator,
+    beside which that computes; 0 leaves it out.
     """
 
     name: str
@@ -22,6 +24,7 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float
     launch_seconds: float
+    issue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class Measured:
     - `waited`: the same for a collective that a program waits for between computations: caches are cold, and ranks
       arrive at different times.
     - `slowdown`: ``compute`` and ``collective`` → factor while the other runs.
-    - `corrections`: factors from full training steps, by class of operators, ``launch`` (starting them), ``meeting``
-      and ``waited`` (latency and bytes of collectives that the program waits for), ``hidden`` (reductions that overlap
-      with computation) and ``hidden_rows`` (gathers and scatters that do; ``hidden`` where it is missing).
+    - `corrections`: factors from full training steps, by class of operators, ``launch`` (starting them), ``issue``
+      (the host's time to issue them), ``meeting`` and ``waited`` (latency and bytes of collectives that the program
+      waits for), ``hidden`` (reductions that overlap with computation) and ``hidden_rows`` (gathers and scatters that
+      do; ``hidden`` where it is missing).
     - `void`: names of rows that were measured while the machine was busy.
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """

@@ -26,6 +26,7 @@ STREAMS = ("compute", "collective")
 # that corrections are for, beside classes of operators
 BESIDE_CLASSES = (
     "launch",
+    "issue",
     "meeting",
     "waited",
     "hidden",
@@ -62,6 +63,7 @@ class DeviceEntry(Struct, forbid_unknown_fields=True):
     memory_bytes: Memory
     memory_bytes_per_s: Rate
     launch_seconds: Latency
+    issue_seconds: Annotated[float, Meta(ge=0.0, le=1.0, description="seconds")] = 0.0
 
 
 class LevelEntry(Struct, forbid_unknown_fields=True):

@@ -29,6 +29,9 @@ def _lines(cluster: Description) -> Iterator[str]:
     yield f"  memory_bytes: {number(device.memory_bytes)}"
     yield f"  memory_bytes_per_s: {number(device.memory_bytes_per_s)}"
     yield f"  launch_seconds: {number(device.launch_seconds)} # what starting one operator costs"
+    if device.issue_seconds:
+        said = "the host's, to issue one; the device computes beside it"
+        yield f"  issue_seconds: {number(device.issue_seconds)} # {said}"
     yield ""
     yield "levels: # from the outermost, slowest, to the innermost; size: units of the next inner level"
     for level in cluster.levels:

@@ -92,6 +92,11 @@ def launch_seconds(device: Device, measured: Measured) -> float:
     return device.launch_seconds * measured.corrections.get("launch", 1.0)
 
 
+def issue_seconds(device: Device, measured: Measured) -> float:
+    """Return the host's seconds to issue one operator of a training step; 0 where they do not count."""
+    return device.issue_seconds * measured.corrections.get("issue", 1.0)
+
+
 def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
     """Return the bytes per second of an operator that moves so many bytes."""
     curve = measured.rates.get("memory")
@@ -158,6 +163,7 @@ __all__ = [
     "arithmetic_rate",
     "at",
     "element_rate",
+    "issue_seconds",
     "launch_seconds",
     "memory_rate",
     "peak_flops",

@@ -185,7 +185,9 @@ class _Line:
             else:
                 self.started[sign].append(here)
             if item.after != after:
-                item = Task(item.name, item.streams, item.seconds, after, item.kind, item.about)
+                item = Task(
+                    item.name, item.streams, item.seconds, after, item.kind, item.about, item.issue_seconds
+                )
         elif after and after[0] != item.after:
             item = Arrival(item.names, after[0], item.ends)
         self.items.append(item)

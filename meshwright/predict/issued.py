@@ -61,7 +61,9 @@ def shifted(items: tuple[Item, ...], by: int) -> Iterator[Item]:
             yield Arrival(item.names, item.after + by, item.ends) if item.after >= 0 else item
         elif item.after:
             after = tuple([place + by for place in item.after])
-            yield Task(item.name, item.streams, item.seconds, after, item.kind, item.about)
+            yield Task(
+                item.name, item.streams, item.seconds, after, item.kind, item.about, item.issue_seconds
+            )
         else:
             yield item
 

@@ -28,8 +28,8 @@ from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds
-from meshwright.cost.machine import seconds, update_seconds
-from meshwright.cost.operators import Amount, work
+from meshwright.cost.machine import issue_seconds, seconds, update_seconds
+from meshwright.cost.operators import Amount, Work, work
 from meshwright.ops.collectives import KernelCollective, kernel_collectives
 from meshwright.ops.factors import Site
 from meshwright.ops.local.sharded_node import ShardedNode
@@ -52,13 +52,19 @@ from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
 @dataclass(frozen=True, slots=True)
 class NodePrice:
-    """Seconds of one operator of the model: computation, collectives inside kernels, and gradient accumulation."""
+    """Seconds of one operator of the model: computation, collectives inside kernels, and gradient accumulation.
+
+    `forward_issue_seconds` and `backward_issue_seconds` are the host's, beside those of an accelerator, and no part of
+    the total.
+    """
 
     forward_seconds: float
     backward_seconds: float
     forward_talk_seconds: float = 0.0
     backward_talk_seconds: float = 0.0
     adding_seconds: float = 0.0
+    forward_issue_seconds: float = 0.0
+    backward_issue_seconds: float = 0.0
 
     def times(self, count: int) -> NodePrice:
         """Return the price of so many micro-batches."""
@@ -177,7 +183,8 @@ def node_prices(
     found: dict[str, NodePrice] = {}
     again = demand_within(parts.again, local)
     # copies of a layer share their layouts and their seconds
-    known: dict[Hashable, tuple[Amount, Amount]] = {}
+    known: dict[Hashable, tuple[tuple[Amount, Amount], Work]] = {}
+    issue = issue_seconds(cluster.device, cluster.measured)
     for name, site in sites.items():
         if of is not None and name not in of:
             continue
@@ -187,17 +194,18 @@ def node_prices(
         kind = (_kind_of(site.node, graph), site.signature, id(ports), tuple(wanted), host)
         if kind not in known:
             done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
-            known[kind] = seconds(done, *place(cluster, host))
-        forward, backward = known[kind]
+            known[kind] = seconds(done, *place(cluster, host)), done
+        (forward, backward), done = known[kind]
+        issued, issued_back = issue * float(done.launches_forward), issue * float(done.launches_backward)
         talk = sent.get(name, ())
         sends, back = (
             talk_seconds((t for t in talk if t.phase == phase), mesh, cluster.prices)
             for phase in ("forward", "backward")
         )
         if name in again:
-            backward, back = backward + forward, back + sends
+            backward, back, issued_back = backward + forward, back + sends, issued_back + issued
         adding = added_seconds(parts, name, cluster)
-        found[name] = NodePrice(float(forward), float(backward), sends, back, adding)
+        found[name] = NodePrice(float(forward), float(backward), sends, back, adding, issued, issued_back)
     return found
 
 

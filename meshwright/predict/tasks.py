@@ -204,12 +204,14 @@ class StepTasks:
 
     # -------------------------------------------------- one task
 
-    def _compute(self, node: Node, seconds: float, kind: str, what: str = "") -> None:
+    def _compute(
+        self, node: Node, seconds: float, kind: str, what: str = "", issue_seconds: float = 0.0
+    ) -> None:
         if seconds > 0.0:
             self._last = len(self.items)
             about = {"module": node.module, "operator": what or node.op}
             streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
-            self.items.append(Task(node.name, streams, seconds, (), kind, about))
+            self.items.append(Task(node.name, streams, seconds, (), kind, about, issue_seconds))
 
     def _copy(self, node: Node, phase: str) -> None:
         """Add a transfer over the link to the host, for which the host waits."""
@@ -304,7 +306,7 @@ class StepTasks:
         self._talk(node, "forward")
         price = self.nodes.get(self._of_one(node))
         if price is not None:
-            self._compute(node, price.forward_seconds, "forward")
+            self._compute(node, price.forward_seconds, "forward", issue_seconds=price.forward_issue_seconds)
 
     def backward(self, pending: Iterable[str], held: Collection[str] = ()) -> None:
         """Add the local program from bottom to top, and the places where the `pending` gradients are complete.
@@ -343,7 +345,9 @@ class StepTasks:
                 self._talk(node, "backward")
                 price = self.nodes.get(self._of_one(node))
                 if price is not None:
-                    self._compute(node, price.backward_seconds, "backward")
+                    self._compute(
+                        node, price.backward_seconds, "backward", issue_seconds=price.backward_issue_seconds
+                    )
                     self._compute(node, price.adding_seconds, "backward", ADDING)
             self._arrived(arrives.get(node.name, ()))
         self.items.append(Arrival((), self._last, ends=True))

@@ -6,13 +6,19 @@ occupies the latter alone; then compute beside it, and it beside compute, slow d
 starts when it is the first of all its streams and its dependences are done. Since both kinds of waiting point back in
 the list, the simulation cannot deadlock.
 
+The host issues the tasks in the order of the list and runs ahead of an accelerator. Where it takes time to issue them,
+a task cannot start before the host has come to it, so a step of many small operators is as long as the host takes.
+
 Without slowdown, a longer task never ends the step earlier: all times are sums and maxima of seconds.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 COMPUTE = "compute"
 ALONE: Mapping[str, float] = {}
@@ -25,7 +31,7 @@ class Task:
     `streams` are the streams it occupies, `after` the positions of its dependences (earlier ones), `kind` a word for
     readers (``forward``, ``backward``, ``reduce``, ``update``). A task is compute when it occupies the compute stream
     alone; any other is communication. `seconds` is its time with nothing beside it. `about` is carried along for
-    reports.
+    reports. `issue_seconds` is the host's time to issue it.
     """
 
     name: str
@@ -34,6 +40,7 @@ class Task:
     after: tuple[int, ...] = ()
     kind: str = ""
     about: Mapping[str, object] = field(default_factory=dict)
+    issue_seconds: float = 0.0
 
     @property
     def computes(self) -> bool:
@@ -139,20 +146,25 @@ class _Play:
         self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
         self.left: dict[int, float] = {}
         self.computing = 0
+        # When the host has issued each, if that takes time; and the tasks that wait for that alone.
+        issued = [task.issue_seconds for task in tasks]
+        self.issued = list(itertools.accumulate(issued)) if any(issued) else None
+        self.unissued: list[tuple[float, int]] = []
 
     def run(self) -> Timeline:
         now = compute = exposed = hidden = 0.0
-        left = self.left
+        left, unissued = self.left, self.unissued
         self._start([n for n, count in enumerate(self.waits) if count == 0], now)
-        while left:
+        while left or unissued:
             both = 0 < self.computing < len(left)
-            if len(left) == 1:
+            limit = unissued[0][0] - now if unissued else math.inf
+            if len(left) == 1 and not unissued:
                 ((first, passed),) = left.items()
                 ended = [first]
             elif both:
-                passed, ended = self._pass_beside()
+                passed, ended = self._pass_beside(limit)
             else:
-                passed = min(left.values())
+                passed = min(limit, *left.values()) if left else limit
                 ended = [n for n, work in left.items() if work <= passed]
                 for n in left:
                     left[n] -= passed
@@ -160,25 +172,33 @@ class _Play:
             if self.computing:
                 compute += passed
                 hidden += passed if both else 0.0
-            else:
+            elif left:
                 exposed += passed
             self._end(ended, now)
+            if passed == limit:
+                now = max(now, unissued[0][0])
+                self._start([heappop(unissued)[1]], now)
         ends = tuple(self.ends)
         return Timeline(self.tasks, tuple(self.starts), ends, compute, exposed, hidden)
 
-    def _pass_beside(self) -> tuple[float, list[int]]:
-        """Let compute and communication slow each other down until a task ends; return the seconds and what ended."""
+    def _pass_beside(self, limit: float) -> tuple[float, list[int]]:
+        """Let compute and communication slow each other down until a task ends, or for `limit` seconds; return the
+        seconds and what ended."""
         left, computes = self.left, self.computes
         factors = [self.compute_factor if computes[n] else self.collective_factor for n in left]
         works = [work * factor for work, factor in zip(left.values(), factors, strict=True)]
-        passed = min(works)
+        passed = min(limit, *works)
         ended = [n for n, work in zip(left, works, strict=True) if work <= passed]
         for n, factor in zip(left, factors, strict=True):
             left[n] -= passed / factor
         return passed, ended
 
     def _start(self, ready: Sequence[int], now: float) -> None:
+        issued = self.issued
         for number in ready:
+            if issued is not None and issued[number] > now:
+                heappush(self.unissued, (issued[number], number))
+                continue
             self.starts[number] = now
             self.left[number] = self.tasks[number].seconds
             self.computing += self.computes[number]
