@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from bench.gpu import FAILED, PASSED, SKIPPED, last_lines
+from bench.gpu import FAILED, PASSED, SKIPPED, TIMED, last_lines
 
 Found = tuple[str, dict[str, Any]]  # what is shown, and the same as data
 Part = tuple[str, Callable[[], Found]]
+Step = Callable[[], Any]
 
 
 class Skip(Exception):
@@ -52,11 +53,16 @@ class Place:
 
     def peak_bytes(self, build: Callable[[], Callable[[], Any]]) -> int:
         """The most bytes that live at one time in a step, with all that `build` makes."""
+        return self.with_peak(build)[1]
+
+    def with_peak(self, build: Callable[[], Step]) -> tuple[Step, int]:
+        """What `build` makes, and the most bytes that live at one time in a step, with all that it holds."""
         gc.collect()
         if not self.cuda:
             from bench.memory import peak_bytes
 
-            return peak_bytes(build, warm_up=2, steps=2)
+            size = peak_bytes(build, warm_up=2, steps=2)
+            return build(), size
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         step = build()
@@ -68,7 +74,7 @@ class Place:
         for _ in range(2):
             step()
         self.settle()
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return step, torch.cuda.max_memory_allocated(self.device) - before
 
 
 def run(name: str, kind: str, small: bool, out: Path) -> None:
@@ -76,7 +82,8 @@ def run(name: str, kind: str, small: bool, out: Path) -> None:
     place = Place(kind, small, out)
     if place.cuda:
         torch.cuda.set_device(place.device)
-        torch.backends.cudnn.allow_tf32 = False  # compared with float32, and timed in the same way
+        if name not in TIMED:
+            torch.backends.cudnn.allow_tf32 = False  # compared with float32
     with (out / f"{name.replace(' ', '-')}.jsonl").open("w", encoding="utf-8") as file:
 
         def tell(event: dict[str, Any]) -> None:
@@ -167,7 +174,7 @@ def _marked(place: Place) -> tuple[str, list[Any]]:
 
     files = [str(f) for f in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in f.read_text("utf-8")]
     settings, report = place.out / "pytest.ini", place.out / "tests.xml"
-    markers = "procs", "slow", "gpu", "zoo"
+    markers = "procs", "slow", "gpu", "zoo", "full", "quick"
     settings.write_text("[pytest]\nmarkers =\n" + "".join(f"    {m}\n" for m in markers))
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,18 @@ import torch
 import meshwright as mw
 from bench.gpu_checks import Found, Part, Place
 from bench.gpu_programs import PROGRAMS, Program
+from bench.models import CONFIGS, built_from
+from bench.one_rank import MEGATRON, narrow, run, show
 from bench.steps import Step, adamw
 from meshwright.calibrate.step_rows import describe_step, priced
-from meshwright.compile import captured_of, lower
+from meshwright.capture import Captured
+from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.techniques import techniques_from
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
+from meshwright.request import request_for
 
 WARM_UP = 3
+ROUNDS_SECONDS = 1.0  # over a step of the slowest contender: how many rounds are measured
 FAIR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative: further apart, losses are no comparison
 OURS, EAGER, COMPILED = "ours", "eager", "torch.compile"
 
@@ -32,6 +39,9 @@ def parts_of(name: str, place: Place) -> Iterator[Part]:
     """The parts of a check."""
     if name == "calibration":
         yield "rates of one rank", lambda: _calibrated(place)
+        return
+    if name == "one rank":
+        yield "rank 0 of 64, Llama-8B, 8 × 8", lambda: _one_of_many(place)
         return
     for title, program in PROGRAMS.items():
         yield title, functools.partial(_measured, place, title, program)
@@ -83,8 +93,10 @@ def _measured(place: Place, title: str, program: Program) -> Found:
         contenders[EAGER] = lambda: _theirs(place, program)
     if program.compiled and place.cuda:
         contenders[COMPILED] = lambda: _theirs(place, program, compiled=True)
-    times = _times(place, program, contenders)
-    sizes = {name: place.peak_bytes(make) for name, make in contenders.items() if name != COMPILED}
+    steps, sizes = dict[str, Step](), dict[str, int]()
+    for name, make in contenders.items():
+        steps[name], sizes[name] = place.with_peak(make)
+    times = _times(place, program, steps)
     ours_s, ours_bytes = times.median(OURS), sizes[OURS]
     shown = [f"step {ours_s * 1e3:.2f} ms"]
     if predicted is not None:
@@ -100,23 +112,35 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     return "; ".join(shown), data
 
 
-def _times(place: Place, program: Program, contenders: Mapping[str, Callable[[], Step]]) -> Times:
+def _times(place: Place, program: Program, steps: Mapping[str, Step]) -> Times:
     """All in turn, in alternating order."""
-    steps = {name: make() for name, make in contenders.items()}
     for _ in range(WARM_UP):
         losses = {name: step().item() for name, step in steps.items()}
         if any(abs(losses[OURS] - x) > FAIR[program.dtype] * abs(x) for x in losses.values()):
             raise AssertionError(f"the steps compute different things: losses {losses}")
     taken: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(5 if place.small else 15):
-        for name in steps if number % 2 == 0 else reversed(steps):
-            taken[name].append(_seconds(place, steps[name]))
+    with collected():
+        once = max(_seconds(place, step) for step in steps.values())
+        rounds = 5 if place.small else max(7, min(15, int(ROUNDS_SECONDS / once)))
+        for number in range(rounds):
+            for name in steps if number % 2 == 0 else reversed(steps):
+                taken[name].append(_seconds(place, steps[name]))
     return Times(taken)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """No garbage is collected meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _seconds(place: Place, step: Step) -> float:
     """Of one step, until the device has ended it; on a CUDA device of one among several, as in a loop of training."""
-    gc.collect()
     place.settle()
     steps = 3 if place.cuda else 1
     began = time.perf_counter()
@@ -155,13 +179,63 @@ def _predicted(place: Place, title: str, program: Program) -> dict[str, Any] | N
         return None
     cluster = mw.Cluster.load(file)
     model, batch, loss = program.build(place)
-    plan = mw.plan(model, batch, loss=loss, mesh=1, mode="stand_alone", **program.techniques)
-    parts = lower(captured_of(model, batch, loss), plan)
+    captured = captured_of(model, batch, loss)
+    asked = techniques_from(program.techniques)
+    plan = plan_captured(captured, 1, "stand_alone", None, request_for(cluster), asked)
+    parts = lower(captured, plan)
     about = describe_step(parts, cluster)
     with (place.out / "steps.jsonl").open("a", encoding="utf-8") as steps:
         steps.write(json.dumps({"program": title, **about}) + "\n")
     size = peak(parts, 0, optimizer=ADAMW_FUSED, device=place.kind).bytes
     return {"seconds": priced(about, cluster).seconds(), "bytes": size}
+
+
+# ---------------------------------------------------------------- one rank of many
+
+
+def _one_of_many(place: Place) -> Found:
+    """One rank of a plan for 64, with a communicator that only counts: its peak, what it computes, what it sends."""
+    published = {**CONFIGS["Llama-8B bf16"], "num_hidden_layers": 2 if place.small else 8}
+    config = narrow(published, 32 if place.small else 1)
+    rows, tokens = (64, 16) if place.small else (64, 4096)
+    captured, batch = _captured(config, rows, tokens)
+    cluster, file = mw.Cluster.preset("h100", nodes=8), place.out / "cluster.yaml"
+    if file.exists():
+        known = mw.Cluster.load(file)
+        cluster = replace(cluster, device=known.device, measured=known.measured)
+    asked = techniques_from({"optimizer_parallel": 1})
+    mesh = {"dp": 8, "tp": 8}
+    plan = plan_captured(captured, mesh, "sharding_propagation", MEGATRON, request_for(cluster), asked)
+    parts, taken = lower(captured, plan), list[float]()
+
+    def most_bytes(make: Callable[[], Step]) -> int:
+        def timed() -> Step:
+            step = make()
+            return lambda: taken.append(_seconds(place, step))  # type: ignore[return-value]
+
+        return place.peak_bytes(timed)
+
+    ran = run(parts, captured, batch, 0, place.device, most_bytes)
+    if ran.sent != ran.expected:
+        raise AssertionError("what was sent is not what was predicted: " + "; ".join(show(ran)))
+    about = describe_step(parts, cluster)
+    alone = {**about, "tasks": [{k: v for k, v in task.items() if k != "send"} for task in about["tasks"]]}
+    seconds, took = priced(alone, cluster).seconds(), min(taken)
+    shown = f"{sum(ran.sent.values())} collectives, each as predicted; "
+    shown += f"peak {ran.peak_bytes / 1e6:.1f} MB, predicted ({ran.expected_bytes / ran.peak_bytes:.3f}); "
+    shown += f"computes {took * 1e3:.1f} ms, predicted {seconds * 1e3:.1f} ({seconds / took:.3f})"
+    data = {
+        "peak_bytes": ran.peak_bytes,
+        "expected_bytes": ran.expected_bytes,
+        "taken": taken,
+        "seconds": seconds,
+    }
+    return shown, data
+
+
+def _captured(config: Mapping[str, Any], rows: int, tokens: int) -> tuple[Captured, Any]:
+    model, batch, loss = built_from(config, rows, tokens)
+    return captured_of(model, batch, loss), batch
 
 
 __all__ = ["parts_of"]

@@ -68,6 +68,7 @@ MEGATRON = {
 }
 CPU = torch.device("cpu")
 Call = tuple[str, frozenset[str], int]  # kind, axes, bytes
+Step = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -162,23 +163,33 @@ def shortened(
     return captured, batch, cut, tokens
 
 
-def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
-    """One step of a rank with the counting communicator, its weights drawn at random."""
+def run(
+    parts: Partition,
+    captured: Captured,
+    batch: Any,
+    rank: int,
+    device: torch.device = CPU,
+    most_bytes: Callable[[Callable[[], Step]], int] | None = None,
+) -> Ran:
+    """Steps of a rank with the counting communicator, its weights drawn at random. `most_bytes`: finds the peak of a
+    step that it makes."""
     plan, world = parts.requested, parts.requested.ranks
     comm = Counter(world, rank)
     within = meshes_of(plan).within(rank) if plan.stages else rank
 
-    def make() -> Callable[[], torch.Tensor]:
+    def make() -> Step:
         # Every rank gets the global batch; only this rank's shard of a weight is ever made.
-        example = {path: torch.zeros(x.shape, dtype=x.dtype) for path, x in leaves(batch)}
-        values, held = _values(parts, captured, within)
-        step = LocalStep(parts, Rank(comm, CPU), values, lambda p: torch.optim.AdamW(p, lr=1e-3), held=held)
+        example = {path: torch.zeros(x.shape, dtype=x.dtype, device=device) for path, x in leaves(batch)}
+        values, held = _values(parts, captured, within, device)
+        step = LocalStep(
+            parts, Rank(comm, device), values, lambda p: torch.optim.AdamW(p, lr=1e-3), held=held
+        )
         made.append(step)
         return lambda: step(example)
 
     made: list[LocalStep] = []
-    most = peak_bytes(make, warm_up=1, steps=1)
-    calls = comm.calls[len(comm.calls) // 2 :]  # of the second of two steps
+    most = peak_bytes(make, warm_up=1, steps=1) if most_bytes is None else most_bytes(make)
+    calls = comm.calls[len(comm.calls) - len(comm.calls) // made[0].rank.step :]  # of the last step
     buckets = [call for bucket in made[0].buckets.buckets for call in _reduced(bucket)]
     gathers = [("all_gather", frozenset(axes), size) for axes, size in _gathered(parts, set(made[0].weights))]
     made.clear()
@@ -188,7 +199,7 @@ def run(parts: Partition, captured: Captured, batch: Any, rank: int) -> Ran:
         sent,
         _expected(parts, rank, within) + Multiset([*buckets, *gathers]),
         most,
-        _peak(parts, rank, within),
+        _peak(parts, rank, within, device.type),
     )
 
 
@@ -212,19 +223,21 @@ def _gathered(parts: Partition, weights: Collection[str]) -> Iterator[tuple[tupl
             yield mine[0].axes, sum(member.size_bytes for member in mine)
 
 
-def _values(parts: Partition, captured: Captured, within: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _values(
+    parts: Partition, captured: Captured, within: int, device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     mesh, values, held = parts.plan.mesh, dict[str, torch.Tensor](), list[str]()
     for entry in parts.resharded.graph.inputs:
         shape, dtype = entry.type.shape, TORCH_DTYPES[entry.type.dtype]
         match entry.role:
             case "parameter":
                 here = parts.resharded.layouts[entry.name].local_shape(mesh, mesh.coordinate(within))
-                values[entry.name] = (0.02 * torch.randn(here)).to(dtype)
+                values[entry.name] = (0.02 * torch.randn(here, device=device)).to(dtype)
                 held.append(entry.name)
             case "buffer":
-                values[entry.name] = torch.ones(shape).to(dtype)
+                values[entry.name] = torch.ones(shape, device=device).to(dtype)
             case "constant":
-                values[entry.name] = captured.constants[entry.target]
+                values[entry.name] = captured.constants[entry.target].to(device)
     return values, held
 
 
@@ -256,10 +269,10 @@ def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
     return found
 
 
-def _peak(parts: Partition, rank: int, within: int) -> int:
+def _peak(parts: Partition, rank: int, within: int, device: str) -> int:
     plan = parts.requested
     if not plan.stages:
-        return peak(parts, within, optimizer=optimizer_on("cpu", 2), staged=False).bytes
+        return peak(parts, within, optimizer=optimizer_on(device, 2), device=device, staged=False).bytes
     host = Cluster.local(1)  # what a CPU has beside a program does not depend on how many there are
     return peaks_of(parts, host, staged=False)[meshes_of(plan).place(rank)]
 
