@@ -37,8 +37,8 @@ CHECKS: Mapping[str, tuple[str, float]] = {
     "ranks": ("Ranks that share one device over gloo, equal to one device", 70),
     "tests": ("Tests marked gpu", 50),
     "calibration": ("Calibration of the device", 70),
-    "programs": ("Our step beside hand-written ones, and beside what was predicted of it", 150),
     "one rank": ("One rank of 64, with a communicator that only counts", 35),
+    "programs": ("Our step beside hand-written ones, and beside what was predicted of it", 150),
 }
 TIMED = (
     "calibration",
@@ -91,6 +91,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=lambda text: Path(text).absolute(), default=ROOT / "build" / "gpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="models of a test's size, few rounds")
+    parser.add_argument("--seconds", type=float, default=TOTAL, help="in all; what comes last is cut short")
     parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", default=[])
     parser.add_argument("--check", choices=tuple(CHECKS), help=argparse.SUPPRESS)  # what the processes run
     return parser.parse_args(arguments)
@@ -120,7 +121,7 @@ def _begun(name: str, options: argparse.Namespace, began: float) -> list[Row]:
     """The rows of a check, within what is left of all time."""
     passed = time.monotonic() - began
     print(f"[{passed:4.0f} s] {CHECKS[name][0]}", file=sys.stderr, flush=True)
-    return _checked(name, options, min(CHECKS[name][1], TOTAL - passed))
+    return _checked(name, options, min(CHECKS[name][1], options.seconds - passed))
 
 
 def _checked(name: str, options: argparse.Namespace, seconds: float) -> list[Row]:

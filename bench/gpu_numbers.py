@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
         {"mesh": {"dp": 2, "tp": 2}, "mode": "sharding_propagation", "pins": {"up.*": {"n": "tp"}}},
     ),
 }
+CORES = 12  # from which all of them run side by side
 ALL_OFFLOADED = ("parameters", "optimizer", "activations")
 
 
@@ -47,8 +50,12 @@ def parts_of(name: str, place: Place) -> Iterator[Part]:
             for model in MODELS:
                 yield model, lambda model=model: compared(model, place.kind, {"mesh": 1})
         case "ranks":
-            for plan, (ranks, asked) in PLANS.items():
-                yield plan, lambda r=ranks, a=asked: on_ranks(r, 1, compared, "MLP", place.kind, a)
+            with ThreadPoolExecutor(len(PLANS) if (os.cpu_count() or 1) >= CORES else 1) as pool:
+                begun = {
+                    plan: pool.submit(on_ranks, ranks, 1, compared, "MLP", place.kind, asked)
+                    for plan, (ranks, asked) in PLANS.items()
+                }
+                yield from ((plan, one.result) for plan, one in begun.items())
         case "process group":
             yield "gloo, one rank", lambda: on_ranks(1, 1, in_group_of_one, "gloo", "cpu")
             yield "NCCL, one rank", lambda: _nccl(place)
@@ -192,10 +199,10 @@ def _copies(place: Place) -> Found:
 
 def _offloaded(place: Place, what: Any) -> Found:
     """Equal to the step that keeps everything; on CUDA the peak must fall."""
-    size = (96, 48, 2, 4, 24) if place.small else (256, 512, 12, 8, 128)
+    size = (96, 48, 2, 4, 24) if place.small else (256, 256, 8, 4, 256)
 
     def build() -> Built:
-        return gpt.build(gpt.GPTConfig(*size), batch=4)
+        return gpt.build(gpt.GPTConfig(*size), batch=4 if place.small else 16)
 
     def step(**asked: Any) -> Callable[[], Any]:
         model, batch, loss = _on(place.kind, build)

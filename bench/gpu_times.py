@@ -112,7 +112,7 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     return "; ".join(shown), data
 
 
-def _times(place: Place, program: Program, steps: Mapping[str, Step]) -> Times:
+def _times(place: Place, program: Program, steps: dict[str, Step]) -> Times:
     """All in turn, in alternating order."""
     for _ in range(WARM_UP):
         losses = {name: step().item() for name, step in steps.items()}
@@ -156,6 +156,7 @@ def _seconds(place: Place, step: Step) -> float:
 def _calibrated(place: Place) -> Found:
     file = place.out / "cluster.yaml"
     command = [sys.executable, "-m", "meshwright.cli", "calibrate", "--nproc", "1", "-o", str(file)]
+    command += ["--rows", str(place.out / "rows.jsonl")]
     ended = subprocess.run(
         [*command, *(["--quick"] if place.small else [])], capture_output=True, text=True, check=False
     )

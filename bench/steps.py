@@ -72,7 +72,8 @@ class Case:
             case other:
                 raise ValueError(f"no model {other!r}")
         random = torch.Generator().manual_seed(1)
-        texts = torch.randint(0, self.vocabulary, (BATCHES, self.batch, self.sequence + 1), generator=random)
+        size = BATCHES, self.batch, self.sequence + 1
+        texts = torch.randint(0, self.vocabulary, size, generator=random, device="cpu")
         return model, [{"ids": t[:, :-1].clone(), "targets": t[:, 1:].clone()} for t in texts], loss
 
 

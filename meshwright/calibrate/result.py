@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.calibrate import fit
+from meshwright.calibrate.kernels import PREFIX
 from meshwright.calibrate.operators import TABLE
 from meshwright.calibrate.plan import LEVEL, NODES, POST, SUFFIX, WAITED, MeasuredRow, Point
 from meshwright.calibrate.quiet import LIMIT
@@ -16,6 +17,8 @@ from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Curve, Device, Level, Measured
 from meshwright.cost.local_machine import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
+from meshwright.cost.machine import seconds
+from meshwright.cost.operators import Work
 
 ENOUGH = 6  # quiet steps from which factors are found without others
 NEAR = 1.25  # how much longer a probe takes beside a little of other work
@@ -52,6 +55,7 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
         void=tuple(row.name for row in rows if row.unrest > LIMIT),
         post_seconds=_short(points[POST][0].seconds) if POST in points else 0.0,
     )
+    issue = _short(points["issue"][0].seconds) if "issue" in points else 0.0
     sizes = {NODES: nodes, LEVEL: machine["ranks"] // nodes}
     sizes = {name: size for name, size in sizes.items() if size > 1} or {LEVEL: 1}
     levels = [_level(name, size, links) for name, size in sizes.items()]
@@ -65,8 +69,9 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
         memory_bytes=machine["memory_bytes"],
         memory_bytes_per_s=curves["memory"][-1][1],
         launch_seconds=_short(launch),
-        issue_seconds=_short(points["issue"][0].seconds) if "issue" in points else 0.0,
+        issue_seconds=issue,
     )
+    measured = replace(measured, operators=_operators(rows, device, measured))
     host = points.get("host", ())
     cluster = Cluster(
         name=f"calibrated, {count(machine['ranks'], 'rank')}",
@@ -80,6 +85,31 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
     cluster, misses = _corrected(cluster, rows)
     lines = tuple((row.name, *_line(row, curves, {**links, **waited}, misses), _quiet(row)) for row in rows)
     return Calibration(cluster, lines, _note(machine), _fit(rows, misses, cluster.measured.corrections))
+
+
+def _operators(
+    rows: Sequence[MeasuredRow], device: Device, measured: Measured
+) -> dict[str, tuple[float, float]]:
+    """Of each operator that was measured by itself, its time over that of its bytes and FLOPs, forward and backward;
+    launches are left out of both."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        if not row.name.startswith(PREFIX) or "work" not in row.about:
+            continue
+        work = Work(**row.about["work"])
+        launches = work.launches_forward, work.launches_backward
+        alone = replace(work, name="", launches_forward=0.0, launches_backward=0.0)
+        halves = zip(row.points, launches, seconds(alone, device, measured), strict=True)
+        forward, backward = (
+            _factor(point.seconds - float(count) * device.launch_seconds, float(expected))
+            for point, count, expected in halves
+        )
+        found[row.name.removeprefix(PREFIX)] = forward, backward
+    return found
+
+
+def _factor(seconds: float, expected: float) -> float:
+    return _short(min(max(seconds / expected, 0.05), 100.0)) if expected > 0.0 else 1.0
 
 
 def _links(
@@ -198,6 +228,10 @@ def _line(
             f"{found.latency_seconds * 1e6:.0f} µs a round, {si(found.bytes_per_s)}B/s",
             f"{found.error:.0%}",
         )
+    if row.name.startswith(PREFIX):
+        if reason := row.about.get("left out"):
+            return str(reason), ""
+        return " and ".join(f"{p.seconds * 1e6:.1f}" for p in row.points) + " µs forward and backward", ""
     if row.name == "slowdown":
         return f"computing × {row.points[0].seconds:.2f}, collective × {row.points[1].seconds:.2f}", ""
     if row.name == POST:

@@ -32,7 +32,7 @@ from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Level
-from meshwright.cost.machine import ALIKE, issue_seconds, launch_seconds, seconds, update_seconds
+from meshwright.cost.machine import ALIKE, issue_seconds, launch_seconds, launches_of, seconds, update_seconds
 from meshwright.cost.operators import Work, work
 from meshwright.cost.reduction import STARTS, adding_seconds
 from meshwright.partition import Partition
@@ -141,7 +141,8 @@ def _half(done: Work, phase: str) -> list[Any]:
         amounts = done.flops_forward, done.bytes_forward, done.launches_forward
     else:
         amounts = done.flops_backward, done.bytes_backward, done.launches_backward
-    return [done.kind, done.dtype, *map(float, amounts)]
+    bias = 0.0 if phase == "forward" else float(done.bias_bytes)
+    return [done.kind, done.dtype, *map(float, amounts), done.name, bias]
 
 
 def _updated(parts: Partition) -> list[list[int]]:
@@ -185,9 +186,14 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         spent = {LAUNCH: share * STARTS * launch * len(sizes)}
         spent["memory"] = whole - spent[LAUNCH]
     elif "work" in task:
-        name, dtype, flops, moved, launches = task["work"]
-        one = Work(name, dtype, flops, 0.0, moved, 0.0, launches, 0.0)
-        whole = float(seconds(one, cluster.device, cluster.measured)[0])
+        name, dtype, flops, moved, launches, operator, bias = task["work"]
+        half = int(task["phase"] != "forward")
+        amounts = [
+            x for amount in (flops, moved, launches) for x in ((0.0, amount) if half else (amount, 0.0))
+        ]
+        one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
+        whole = float(seconds(one, cluster.device, cluster.measured)[half])
+        launches = float(launches_of(one, cluster.measured)[half])
         issue = launches * issue_seconds(cluster.device, cluster.measured)
         spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
     return Task(
@@ -261,9 +267,8 @@ def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, 
 @functools.cache
 def _captured(name: str, ranks: int, device: torch.device) -> tuple[Built, Captured]:
     torch.manual_seed(0)  # the same weights on all ranks
-    model, batch, loss = MODELS[name][device.type == "cuda"](ranks)
-    model.to(device)
-    batch = {key: value.to(device) for key, value in batch.items()}
+    with device:  # weights of an accelerator's models are drawn there, in no time
+        model, batch, loss = MODELS[name][device.type == "cuda"](ranks)
     return (model, batch, loss), captured_of(model, batch, loss)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.calibrate import links, operators, overlap
+from meshwright.calibrate import kernels, links, operators, overlap
 from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.plan import LEVEL, NODES, PACES, POST, SUFFIX, WAITED, MeasuredRow, Pace, Point
@@ -110,6 +110,8 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     """Names and what measures them, in order."""
     for name in operators.names(bench):
         yield name, lambda name=name: (operators.measure(bench, name, pace), {})
+    for name in kernels.names(bench):
+        yield name, lambda name=name: kernels.measure(bench, name, pace)
     if bench.ranks > 1:
         for link, suffix in SUFFIX.items():
             if not links.groups(bench.comm.mesh, link):

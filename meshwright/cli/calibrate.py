@@ -43,6 +43,9 @@ def calibrate(
         ),
     ] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the logs of the ranks.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="A file for every time that was measured, as lines of JSON.")
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +69,8 @@ def calibrate(
     from meshwright.launch.job import Job, check, count
     from meshwright.launch.nodes import placed
 
-    _check_writable(output)
+    for file in filter(None, (output, rows)):
+        _check_writable(file)
     ranks = count(nproc, "--nproc") if nproc else default_ranks()
     check_crowd(ranks)
     typed = {
@@ -99,6 +103,8 @@ def calibrate(
         if outcome.failure is not None:
             print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)
             print(f"nothing was written to {output}", file=sys.stderr)
+        if rows is not None and events.exists():
+            rows.write_bytes(events.read_bytes())
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         found = list(read(events))

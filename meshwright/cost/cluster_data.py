@@ -54,6 +54,8 @@ class Measured:
       (the host's time to issue them), ``meeting`` and ``waited`` (latency and bytes of collectives that the program
       waits for), ``hidden`` (reductions that overlap with computation) and ``hidden_rows`` (gathers and scatters that
       do; ``hidden`` where it is missing).
+    - `operators`: operator and dtype (``layer_norm bf16``) → factors of its time forward and backward over what its
+      bytes and FLOPs take.
     - `void`: names of rows that were measured while the machine was busy.
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """
@@ -65,6 +67,7 @@ class Measured:
     void: tuple[str, ...] = ()
     waited: Mapping[str, Links] = field(default_factory=dict[str, Links])
     post_seconds: float = 0.0
+    operators: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def _measured(reader: Reader, data: MeasuredEntry, levels: Sequence[str]) -> Mea
         waited=links("waited", data.waited),
         slowdown=data.slowdown or {},
         corrections=data.corrections or {},
+        operators=data.operators or {},
         void=tuple(data.void or ()),
         post_seconds=data.post_seconds or 0.0,
     )

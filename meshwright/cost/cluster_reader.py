@@ -101,6 +101,7 @@ class MeasuredEntry(Struct, forbid_unknown_fields=True):
     post_seconds: Latency | None = None
     slowdown: dict[Stream, Factor] | None = None
     corrections: dict[Corrected, Factor] | None = None
+    operators: dict[Name, tuple[Factor, Factor]] | None = None
     void: list[Name] | None = None
 
 

@@ -69,6 +69,10 @@ def _measured(measured: Measured) -> Iterator[str]:
     yield from _factors(
         "corrections", "on the time of a class of operators, from full training steps", measured.corrections
     )
+    if measured.operators:
+        yield "  operators: # [forward, backward]: their time over what their bytes and FLOPs take"
+        for name, (forward, backward) in measured.operators.items():
+            yield f"    {text(name)}: [{number(forward)}, {number(backward)}]"
     if measured.void:
         yield "  void: # measured while the machine was not quiet: calibrate again"
         yield from (f"    - {text(row)}" for row in measured.void)

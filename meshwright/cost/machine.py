@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.core.graph import DTYPES
 from meshwright.cost.cluster import Curve, Device, Measured
-from meshwright.cost.operators import Amount, Work
+from meshwright.cost.operators import BIAS, Amount, Work
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,15 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     factor = known.corrections.get(ALIKE.get(work.kind, work.kind), 1.0)
     starting = launch_seconds(device, known)
     halves: list[Amount] = []
-    for flops, moved, launches, passes in (
-        (work.flops_forward, work.bytes_forward, work.launches_forward, work.passes_forward),
-        (work.flops_backward, work.bytes_backward, work.launches_backward, work.passes_backward),
+    name = f"{work.name} {work.dtype}"
+    slower = known.operators.get(name, (1.0, 1.0)) if work.name else (1.0, 1.0)
+    summed = known.operators.get(f"{BIAS} {work.dtype}")
+    starts = launches_of(work, known)
+    for half, (flops, moved, launches, passes) in enumerate(
+        (
+            (work.flops_forward, work.bytes_forward, starts[0], work.passes_forward),
+            (work.flops_backward, work.bytes_backward, starts[1], work.passes_backward),
+        )
     ):
         busy = moved / memory_rate(moved, device, known)
         if work.kind in ARITHMETIC:
@@ -69,8 +75,20 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
             busy = np.maximum(busy, flops / element_rate(device, known))
         if np.any(passes):
             busy = busy + passes / memory_rate(passes, device, known)
+        busy = slower[half] * busy
+        if half and summed is not None and np.any(work.bias_bytes):
+            busy = busy + summed[half] * work.bias_bytes / memory_rate(work.bias_bytes, device, known)
         halves.append(_plain(factor * busy + launches * starting))
     return halves[0], halves[1]
+
+
+def launches_of(work: Work, measured: Measured) -> tuple[Amount, Amount]:
+    """Return the kernels that an operator starts, forward and backward. One that was measured by itself, on an
+    accelerator, is one kernel and one or two backward, where a processor may run it as several."""
+    counts = work.launches_forward, work.launches_backward
+    if work.name and f"{work.name} {work.dtype}" in measured.operators:
+        return _plain(np.minimum(counts[0], 1.0)), _plain(np.minimum(counts[1], 2.0))
+    return counts
 
 
 def update_seconds(
@@ -165,6 +183,7 @@ __all__ = [
     "element_rate",
     "issue_seconds",
     "launch_seconds",
+    "launches_of",
     "memory_rate",
     "peak_flops",
     "seconds",

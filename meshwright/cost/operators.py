@@ -31,7 +31,8 @@ class Work:
     `kind` is ``matmul``, ``attention``, ``causal`` (attention with a causal mask, in one kernel), ``conv``, ``memory``
     or ``free`` (a view: nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count every read
     and write of device memory. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`. `passes_forward` and
-    `passes_backward` are bytes that move before or after the arithmetic, not beside it.
+    `passes_backward` are bytes that move before or after the arithmetic, not beside it. `name` is the operator's in
+    `Measured.operators`, ``layer_norm``. `bias_bytes`: those that backward adds up for the gradient of a bias.
     """
 
     kind: str
@@ -44,12 +45,15 @@ class Work:
     launches_backward: Amount
     passes_forward: Amount = 0.0
     passes_backward: Amount = 0.0
+    name: str = ""
+    bias_bytes: Amount = 0.0
 
 
 def _named(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
 
 
+BIAS, MASKED = "bias", "masked_attention"  # names beside those of operators
 EXPERT_LINEAR, EXPERTS = "meshwright.expert_linear", "meshwright.experts"
 PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
     "transformers.grouped_mm_fallback.default",
@@ -230,7 +234,7 @@ class _Sizes:
             letters = self._letters(rule.inputs[0], *rule.outputs)
         flops = 2.0 * self._elements(letters)
         (out,) = self.outputs
-        back_flops, back_bytes, launches = 0.0, 0.0, 0
+        back_flops, back_bytes, launches, bias = 0.0, 0.0, 0, 0.0
         for port, wanted in enumerate(self.wanted):
             if not wanted:
                 continue
@@ -239,7 +243,10 @@ class _Sizes:
             if port in factors:
                 back_flops = back_flops + flops
                 back_bytes = back_bytes + _sum(self.inputs[p] for p in factors if p != port)
-        return self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
+            else:
+                bias = bias + out
+        made = self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
+        return replace(made, bias_bytes=bias)
 
     def experts(self) -> Work:
         """Count the products of a block of experts, and the passes around them."""
@@ -298,12 +305,13 @@ class _Sizes:
             steps = 2 + 2 * (len(rule.inputs) > 3 or bool(node.arg(5, "is_causal", False))) + 3 * dropped
             moved, back = ends + (2 + steps) * scores, 2 * ends + (6 + 2 * dropped) * scores
             launches = (4 + steps // 2, 8 + dropped)
-        return self._made(
+        made = self._made(
             "causal" if causal else "attention",
             (forward, backward if wanted else 0.0),
             (moved, back if wanted else 0.0),
             (launches[0], launches[1] if wanted else 0),
         )
+        return replace(made, name=MASKED) if len(rule.inputs) > 3 else made
 
     # -------------------------------------------------- memory
 
@@ -341,7 +349,8 @@ class _Sizes:
             elements = self._largest()
             flops = heavy[0] * elements, heavy[1] * elements * bool(count)
         launches = LAUNCHES.get(op, (1, count))
-        return self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
+        made = self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
+        return replace(made, name=short_name(op))
 
     def _looked_up(self) -> Amount:
         """Return the bytes of the rows that a look-up reads."""
@@ -393,6 +402,11 @@ class _Sizes:
         if not whole_bytes or self.node.op not in EXTRA or not self.inputs:
             return 0.0
         return self.inputs[0] * (whole_bytes / max(self.ports[0].size_bytes, 1))
+
+
+def short_name(op: str) -> str:
+    """Return an operator's name without its namespace and overload: ``aten.add.Tensor`` → ``add``."""
+    return op.partition(".")[2].partition(".")[0]
 
 
 def _sum(amounts: Any) -> Amount:

@@ -28,7 +28,7 @@ from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds
-from meshwright.cost.machine import issue_seconds, seconds, update_seconds
+from meshwright.cost.machine import issue_seconds, launches_of, seconds, update_seconds
 from meshwright.cost.operators import Amount, Work, work
 from meshwright.ops.collectives import KernelCollective, kernel_collectives
 from meshwright.ops.factors import Site
@@ -196,7 +196,7 @@ def node_prices(
             done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
             known[kind] = seconds(done, *place(cluster, host)), done
         (forward, backward), done = known[kind]
-        issued, issued_back = issue * float(done.launches_forward), issue * float(done.launches_backward)
+        issued, issued_back = (issue * float(count) for count in launches_of(done, cluster.measured))
         talk = sent.get(name, ())
         sends, back = (
             talk_seconds((t for t in talk if t.phase == phase), mesh, cluster.prices)

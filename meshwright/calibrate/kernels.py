@@ -1,0 +1,125 @@
+"""Rows of single operators of an accelerator: how much longer they take than their bytes and FLOPs.
+
+A roofline knows the bytes of a norm's backward, not that its kernel reads them in an order that takes five times as
+long. Each operator is captured by itself, for its work, and run at one size that fills the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.calibrate.bench import Bench
+from meshwright.calibrate.plan import Pace, Point
+from meshwright.calibrate.step_rows import works
+from meshwright.compile import captured_of, lower, plan_captured
+from meshwright.core.mesh import Mesh
+from meshwright.cost.operators import BIAS, MASKED, Work
+from meshwright.errors import MeshwrightError
+
+PREFIX = "operator "  # of the names of rows
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+ROWS, WIDTH, TOKENS = 8192, 1024, 32768
+Call = Callable[["Operator"], torch.Tensor]
+
+
+class Operator(nn.Module):
+    """One call, on parameters, so that backward computes all gradients."""
+
+    def __init__(self, call: Call, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.call = call
+        self.x = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.ids = nn.Buffer(torch.randint(0, min(shapes[0]), (ROWS // 2,)))
+        self.mask = nn.Buffer(torch.ones(4, 1, WIDTH, WIDTH, dtype=torch.bool))
+        self.mean, self.variance = nn.Buffer(torch.zeros(shapes[-1])), nn.Buffer(torch.ones(shapes[-1]))
+
+    def forward(self) -> torch.Tensor:
+        """The result."""
+        return self.call(self)
+
+
+def _pointwise(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Call, tuple[tuple[int, ...], ...]]:
+    return lambda o: function(o.x[0]), ((ROWS, WIDTH),)
+
+
+OPERATORS: Mapping[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
+    "layer_norm": (lambda o: F.layer_norm(o.x[0], (WIDTH,), o.x[1], o.x[2]), ((ROWS, WIDTH), (WIDTH,), (WIDTH,))),
+    "rms_norm": (lambda o: F.rms_norm(o.x[0], (WIDTH,), o.x[1]), ((ROWS, WIDTH), (WIDTH,))),
+    "gelu": _pointwise(F.gelu),
+    "silu": _pointwise(F.silu),
+    "relu": _pointwise(F.relu),
+    "add": (lambda o: o.x[0] + o.x[1], ((ROWS, WIDTH), (ROWS, WIDTH))),
+    "mul": (lambda o: o.x[0] * o.x[1], ((ROWS, WIDTH), (ROWS, WIDTH))),
+    "cat": (lambda o: torch.cat([o.x[0], o.x[1]], -1), ((ROWS, WIDTH // 2), (ROWS, WIDTH // 2))),
+    "cross_entropy_loss": (lambda o: F.cross_entropy(o.x[0], o.ids), ((ROWS // 2, TOKENS),)),
+    "embedding": (lambda o: F.embedding(o.ids, o.x[0]), ((TOKENS, WIDTH),)),
+    "_native_batch_norm_legit_functional": (
+        lambda o: F.batch_norm(o.x[0], o.mean, o.variance, o.x[1], o.x[2], training=True),
+        ((32, 256, 28, 28), (256,), (256,)),
+    ),
+    MASKED: (
+        lambda o: F.scaled_dot_product_attention(*o.x, attn_mask=o.mask),
+        ((4, 16, WIDTH, 64),) * 3,
+    ),
+}  # fmt: skip
+
+
+def names(bench: Bench) -> list[str]:
+    """The rows that this device has."""
+    if bench.device.type != "cuda":
+        return []
+    return [f"{PREFIX}{name} {dtype}" for name in (BIAS, *OPERATORS) for dtype in DTYPES]
+
+
+def measure(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:
+    """Seconds forward and backward, and the work that the cost model counts. No points, and the reason, of an operator
+    that cannot be run here: a calibration does without."""
+    try:
+        return _measured(bench, row, pace)
+    except (RuntimeError, MeshwrightError) as error:
+        return iter(()), {"left out": str(error).partition("\n")[0]}
+
+
+def _measured(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:
+    name, dtype = row.removeprefix(PREFIX).split()
+    if name == BIAS:
+        x = torch.randn(ROWS, WIDTH, device=bench.device).to(DTYPES[dtype])
+        seconds = bench.seconds(lambda: x.sum(0), pace.point_seconds / 2)
+        work = Work("memory", dtype, 0.0, 0.0, 0.0, float(x.nbytes), 0.0, 1.0)
+        return iter([Point(1.0, 0.0), Point(1.0, seconds)]), {"work": asdict(work)}
+    call, shapes = OPERATORS[name]
+    with bench.device:
+        model = Operator(call, *shapes).to(DTYPES[dtype])
+    work = _work(model, name)
+    made = model()
+    gradient, inputs = torch.randn_like(made), list(model.x)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return model()
+
+    def backward() -> object:
+        return torch.autograd.grad(made, inputs, gradient, retain_graph=True)
+
+    points = [Point(1.0, bench.seconds(half, pace.point_seconds / 2)) for half in (forward, backward)]
+    return iter(points), {"work": asdict(work)}
+
+
+def _work(model: Operator, name: str) -> Work:
+    """The work of the operator, as the cost model counts it."""
+    batch = {"scale": torch.ones((), device=model.x[0].device)}
+    captured = captured_of(model, batch, lambda model, batch: (model() * batch["scale"]).float().sum())
+    plan = plan_captured(captured, Mesh.of(rank=1), "stand_alone", None)
+    found = [work for work in works(lower(captured, plan)).values() if work.name == name]
+    if not found:
+        raise RuntimeError(f"{name} was captured as something else")
+    return max(found, key=lambda work: float(work.bytes_forward))  # the loss may have another, on one element
+
+
+__all__ = ["OPERATORS", "PREFIX", "measure", "names"]
