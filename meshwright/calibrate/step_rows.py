@@ -193,7 +193,7 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         ]
         one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
         whole = float(seconds(one, cluster.device, cluster.measured)[half])
-        launches = float(launches_of(one, cluster.measured)[half])
+        launches = float(launches_of(one, cluster.device)[half])
         issue = launches * issue_seconds(cluster.device, cluster.measured)
         spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
     return Task(

@@ -60,7 +60,7 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     name = f"{work.name} {work.dtype}"
     slower = known.operators.get(name, (1.0, 1.0)) if work.name else (1.0, 1.0)
     summed = known.operators.get(f"{BIAS} {work.dtype}")
-    starts = launches_of(work, known)
+    starts = launches_of(work, device)
     for half, (flops, moved, launches, passes) in enumerate(
         (
             (work.flops_forward, work.bytes_forward, starts[0], work.passes_forward),
@@ -82,11 +82,11 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     return halves[0], halves[1]
 
 
-def launches_of(work: Work, measured: Measured) -> tuple[Amount, Amount]:
-    """Return the kernels that an operator starts, forward and backward. One that was measured by itself, on an
-    accelerator, is one kernel and one or two backward, where a processor may run it as several."""
+def launches_of(work: Work, device: Device) -> tuple[Amount, Amount]:
+    """Return the kernels that an operator starts, forward and backward. An accelerator that was measured runs a
+    memory-bound operator as one kernel, and one or two backward; a processor may run it as several."""
     counts = work.launches_forward, work.launches_backward
-    if work.name and f"{work.name} {work.dtype}" in measured.operators:
+    if device.issue_seconds and work.kind == "memory":
         return _plain(np.minimum(counts[0], 1.0)), _plain(np.minimum(counts[1], 2.0))
     return counts
 

@@ -150,13 +150,16 @@ def has_line(op: str) -> bool:
     return op in KEEPS
 
 
-def saved(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
-    """Return what autograd saves of a node. `needs_grad` says for each port whether its gradient is needed.
+def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "cpu") -> Saved:
+    """Return what autograd saves of a node. `needs_grad` says for each port whether its gradient is needed. `device`:
+    the type of the device, whose kernels may save other things.
 
     A port that shares the storage of another value (a view) is counted with that value.
     """
     if not any(needs_grad) or not any(node.needs_grad):
         return NOTHING
+    if device != "cpu" and node.op in ON_ACCELERATOR:
+        return ON_ACCELERATOR[node.op](node, types, needs_grad)
     extra = EXTRA.get(node.op)
     extra_bytes = extra(node, types, needs_grad) if extra else 0
     ports = range(len(node.uses))
@@ -244,17 +247,20 @@ def _itemsize(node: Node, types: Types) -> int:
     return DTYPES[_first(node, types).dtype]
 
 
-def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> bool:
+def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "cpu") -> bool:
     """Return whether torch runs this attention as one kernel, which saves no probabilities.
 
-    It does for four dims, heads of one width, no dropout and no gradient for the mask.
+    It does for four dims, heads of one width, no dropout and no gradient for the mask. On a GPU its kernels for f32
+    know no groups of heads (torch 2.11, seen on an H200).
     """
-    q, _, v, *mask = (types[u] for u in node.uses)
+    q, k, v, *mask = (types[u] for u in node.uses)
     wide = len(q.shape) == 4 and q.shape[-1] == v.shape[-1]
+    if device != "cpu" and wide and q.dtype == "f32" and q.shape[-3] != k.shape[-3]:
+        return False
     return wide and not node.arg(4, "dropout_p", 0.0) and not any(needs_grad[3:]) and len(mask) <= 1
 
 
-def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+def _attention(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "cpu") -> Saved:
     """Return what attention saves.
 
     The fused kernel saves q, k, v, its result and a log-sum-exp of each row in f32. Without it, torch saves scaled
@@ -267,7 +273,7 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     scores = rows * keys
     inner = any((*needs_grad[:2], *needs_grad[3:]))  # a gradient goes through the probabilities
     repeat = q.shape[-3] // k.shape[-3] if len(q.shape) > 2 and len(k.shape) > 2 and k.shape[-3] else 1
-    if fused_attention(node, types, needs_grad):
+    if fused_attention(node, types, needs_grad, device):
         masked = math.prod(mask[0].shape) * DTYPES[q.dtype] if mask and mask[0].dtype == "b8" else 0
         return Saved((0, 1, 2, *([3] if mask and not masked else [])), (0,), rows * 4 + masked)
     dropped = bool(node.arg(4, "dropout_p", 0.0))
@@ -340,6 +346,19 @@ def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     return Saved(tuple(ports), (), extra)
 
 
+def _fused_rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """Return what the kernel of a GPU saves: what it reads, and 1/deviation of each row in f32."""
+    rows = _rows(node, types) * max(_itemsize(node, types), 4)
+    return Saved(tuple(range(len(node.uses))), (), rows)
+
+
+# What other kernels save than those of a processor.
+ON_ACCELERATOR: dict[str, Callable[[Node, Types, Sequence[bool]], Saved]] = {
+    "aten.rms_norm.default": _fused_rms_norm,
+    "aten.scaled_dot_product_attention.default": functools.partial(_attention, device="cuda"),
+}
+
+
 def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Return the number of elements of two shapes broadcast against each other."""
     wide = max(len(one), len(other))
@@ -360,4 +379,4 @@ EXTRA: dict[str, Extra] = {
     "aten.cross_entropy_loss.default": _copies(1),
 }
 
-__all__ = ["EXTRA", "KEEPS", "NOTHING", "Saved", "fused_attention", "has_line", "saved"]
+__all__ = ["EXTRA", "KEEPS", "NOTHING", "ON_ACCELERATOR", "Saved", "fused_attention", "has_line", "saved"]

@@ -196,7 +196,7 @@ def node_prices(
             done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
             known[kind] = seconds(done, *place(cluster, host)), done
         (forward, backward), done = known[kind]
-        issued, issued_back = (issue * float(count) for count in launches_of(done, cluster.measured))
+        issued, issued_back = (issue * float(count) for count in launches_of(done, cluster.device))
         talk = sent.get(name, ())
         sends, back = (
             talk_seconds((t for t in talk if t.phase == phase), mesh, cluster.prices)

@@ -64,7 +64,7 @@ class ForwardWalk:
         self.notes = Notes(self.heap)
         keeps = keeps_of(self.graph, in_copies(parts.resharded.keeps, parts.copies))
         self.again = {v for v, how in keeps.items() if how == AGAIN}
-        self.operators = OperatorMemory(self.heap, self.notes, self.graph, self.values, self.again)
+        self.operators = OperatorMemory(self.heap, self.notes, self.graph, self.values, self.again, device)
         self.apart = device != "cpu" if apart is None else apart  # the device's memory is not the host's
         self.activations = ActivationMemory(
             self.heap,
@@ -173,7 +173,8 @@ class ForwardWalk:
             return
         extra: list[Storage] = []
         if not self._shares(node):
-            kept = saved(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+            wanted = [u in self.graph.needs_grad for u in node.uses]
+            kept = saved(node, self.types, wanted, self.operators.device)
             made, extra = self.operators.computed(node, kept.extra_bytes)
         else:
             kept = None

@@ -21,7 +21,7 @@ from meshwright.cost.operators import (
     THROUGH,
     VIEWS,
 )
-from meshwright.ops.saved import fused_attention
+from meshwright.ops.saved import ON_ACCELERATOR, fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.experts import backward_bytes, forward_bytes
 from meshwright.predict.memory.recompute import Notes
@@ -31,18 +31,26 @@ TINY_BYTES = 256  # an operator's own saved tensors up to this size are not reco
 
 
 class OperatorMemory:
-    """The operators of a program. `values` is the memory of live values; `again` names the recomputed operators."""
+    """The operators of a program. `values` is the memory of live values; `again` names the recomputed operators;
+    `device` is the type of the device."""
 
     def __init__(
-        self, heap: Heap, notes: Notes, graph: Graph, values: Mapping[str, Storage], again: Collection[str]
+        self,
+        heap: Heap,
+        notes: Notes,
+        graph: Graph,
+        values: Mapping[str, Storage],
+        again: Collection[str],
+        device: str,
     ) -> None:
         self.heap, self.notes, self.graph, self.types = heap, notes, graph, graph.types
-        self.values, self.again = values, again
+        self.values, self.again, self.device = values, again, device
 
     def computed(self, node: Node, extra_bytes: int) -> tuple[list[Storage], list[Storage]]:
         """Allocate an operator's results and the extra tensors that autograd saves, each with one use."""
         heap = self.heap
-        before, beside = workspace(node, self.types, [u in self.graph.needs_grad for u in node.uses])
+        wanted = [u in self.graph.needs_grad for u in node.uses]
+        before, beside = workspace(node, self.types, wanted, self.device)
         scratch = heap.new(before)
         made = [heap.new(t.size_bytes) for t in node.outputs]
         extra = [heap.new(extra_bytes)] if extra_bytes else []
@@ -86,7 +94,7 @@ class OperatorMemory:
     ) -> list[tuple[str, Storage]]:
         """Return the gradients of the `wanted` inputs, by value."""
         found: list[tuple[str, Storage]] = []
-        plan = gradients_of(node, self.types, wanted)
+        plan = gradients_of(node, self.types, wanted, self.device)
         scratch = self.heap.new(plan.before)
         for port, size in plan.made:
             made = self.heap.hold(arrived[0]) if size is None else self.heap.new(size)
@@ -161,11 +169,11 @@ class Gradients:
     beside: float = 0
 
 
-def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, float]:
+def workspace(node: Node, types: Types, wanted: Sequence[bool], device: str) -> tuple[float, float]:
     """Return the bytes of workspace that an operator needs in forward: from the start, and at the end."""
     if node.op in ATTENTION:
         q, k = (types[u].size_bytes for u in node.uses[:2])
-        scores = _scores(node, types, wanted)
+        scores = _scores(node, types, wanted, device)
         return 0, scores + q + k if scores else 0
     if node.op in CONVOLUTIONS:
         x, w, y = _blocked(node, types)
@@ -176,7 +184,7 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool]) -> tuple[float, 
     if node.op == EXPERTS:
         return 0, forward_bytes(node, types)
     row = FORWARD.get(node.op)
-    if row is None:
+    if row is None or (device != "cpu" and node.op in ON_ACCELERATOR):
         return 0, 0
     size = types[node.uses[0]].size_bytes
     return row[0] * size, row[1] * size
@@ -205,15 +213,15 @@ def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
     return x, padded(weight, [0] if colours <= COLOURS else [0, 1]), padded(node.outputs[0], [-spatial - 1])
 
 
-def _scores(node: Node, types: Types, wanted: Sequence[bool]) -> int:
+def _scores(node: Node, types: Types, wanted: Sequence[bool], device: str) -> int:
     """Return the bytes of an attention's scores without a fused kernel; 0 with one."""
     q, k = (types[u] for u in node.uses[:2])
-    if fused_attention(node, types, wanted):
+    if fused_attention(node, types, wanted, device):
         return 0
     return math.prod((*q.shape[:-1], k.shape[-2])) * DTYPES[q.dtype]
 
 
-def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
+def gradients_of(node: Node, types: Types, wanted: Sequence[bool], device: str = "cpu") -> Gradients:
     """Return the gradients of a node, port by port."""
     made: list[tuple[int, int | None]] = []
     full = max((t.size_bytes for t in node.outputs), default=0)
@@ -236,13 +244,15 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool]) -> Gradients:
     elif node.op in ATTENTION:
         # The gradient of the probabilities and of the scores; the inputs' own gradients come when one of them is gone.
         inputs = sum(types[u].size_bytes for u in node.uses[:2])
-        beside = max(2 * _scores(node, types, wanted) - inputs, 0)
+        beside = max(2 * _scores(node, types, wanted, device) - inputs, 0)
     elif node.op == EXPERT_LINEAR:  # the rows' gradients, in the order of experts and in their own
         rows, order = _pairs(node, types)
         beside = full + 2 * rows - types[node.uses[0]].size_bytes + 2 * order
     elif node.op == EXPERTS:
         beside = backward_bytes(node, types, wanted)
     row = BACKWARD.get(node.op, (0, 0))
+    if device != "cpu" and node.op in ON_ACCELERATOR:
+        row = 0, 0
     if node.op == DIVIDE and wanted[-1] and len(wanted) == 2:  # the quotient, and that over the denominator
         row = (2, 0)
     elif node.op in REDUCED_LOSSES and not shape:
