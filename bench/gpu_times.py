@@ -27,6 +27,7 @@ from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.techniques import techniques_from
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
+from meshwright.predict.step_time import step_times
 from meshwright.request import request_for
 
 WARM_UP = 3
@@ -188,7 +189,7 @@ def _predicted(place: Place, title: str, program: Program) -> dict[str, Any] | N
     with (place.out / "steps.jsonl").open("a", encoding="utf-8") as steps:
         steps.write(json.dumps({"program": title, **about}) + "\n")
     size = peak(parts, 0, optimizer=ADAMW_FUSED, device=place.kind).bytes
-    return {"seconds": priced(about, cluster).seconds(), "bytes": size}
+    return {"seconds": step_times(parts, cluster).step_seconds, "bytes": size}
 
 
 # ---------------------------------------------------------------- one rank of many

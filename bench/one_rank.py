@@ -191,7 +191,10 @@ def run(
     most = peak_bytes(make, warm_up=1, steps=1) if most_bytes is None else most_bytes(make)
     calls = comm.calls[len(comm.calls) - len(comm.calls) // made[0].rank.step :]  # of the last step
     buckets = [call for bucket in made[0].buckets.buckets for call in _reduced(bucket)]
-    gathers = [("all_gather", frozenset(axes), size) for axes, size in _gathered(parts, set(made[0].weights))]
+    gathers = [
+        ("all_gather", frozenset(axes), size)
+        for axes, size in _gathered(parts, set(made[0].weights), device.type)
+    ]
     made.clear()
     gc.collect()
     sent = Multiset((kind, frozenset(axes), size) for kind, axes, size in calls)
@@ -215,9 +218,11 @@ def _reduced(bucket: Bucket | ScatterBucket) -> Iterator[Call]:
         yield "all_reduce", frozenset(bucket.summed), part
 
 
-def _gathered(parts: Partition, weights: Collection[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+def _gathered(
+    parts: Partition, weights: Collection[str], device: str
+) -> Iterator[tuple[tuple[str, ...], int]]:
     """Axes and bytes of what brings the rank's updated weights together again."""
-    for group in gathers_of(parts):
+    for group in gathers_of(parts, device=device):
         mine = [member for member in group.members if member.name in weights]
         if mine:
             yield mine[0].axes, sum(member.size_bytes for member in mine)

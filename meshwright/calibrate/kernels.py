@@ -7,7 +7,7 @@ long. Each operator is captured by itself, for its work, and run at one size tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,19 +24,49 @@ from meshwright.errors import MeshwrightError
 
 PREFIX = "operator "  # of the names of rows
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-ROWS, WIDTH, TOKENS = 8192, 1024, 32768
-Call = Callable[["Operator"], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of what is measured."""
+
+    rows: int = 8192
+    width: int = 1024
+    tokens: int = 32768
+    images: int = 32
+    channels: int = 256
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """The shape that letters stand for: rows, half of them, width, half of it, tokens, images, attention."""
+        known = {
+            "r": (self.rows,), "s": (self.rows // 2,), "w": (self.width,), "v": (self.width // 2,),
+            "t": (self.tokens,), "i": (self.images, self.channels, 28, 28), "c": (self.channels,),
+            "a": (4, 16, self.width, 64),
+        }  # fmt: skip
+        return tuple(n for letter in letters for n in known[letter])
+
+
+SIZE = Size()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call on parameters, whose shapes `Size.shape` spells."""
+
+    function: Callable[[Operator], torch.Tensor]
+    shapes: tuple[str, ...] = ("rw",)
 
 
 class Operator(nn.Module):
     """One call, on parameters, so that backward computes all gradients."""
 
-    def __init__(self, call: Call, *shapes: tuple[int, ...]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.call = call
+        self.call = call.function
+        shapes = [SIZE.shape(letters) for letters in call.shapes]
         self.x = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
-        self.ids = nn.Buffer(torch.randint(0, min(shapes[0]), (ROWS // 2,)))
-        self.mask = nn.Buffer(torch.ones(4, 1, WIDTH, WIDTH, dtype=torch.bool))
+        self.ids = nn.Buffer(torch.randint(0, min(shapes[0]), (SIZE.rows // 2,)))
+        self.mask = nn.Buffer(torch.ones(4, 1, SIZE.width, SIZE.width, dtype=torch.bool))
         self.mean, self.variance = nn.Buffer(torch.zeros(shapes[-1])), nn.Buffer(torch.ones(shapes[-1]))
 
     def forward(self) -> torch.Tensor:
@@ -44,30 +74,22 @@ class Operator(nn.Module):
         return self.call(self)
 
 
-def _pointwise(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Call, tuple[tuple[int, ...], ...]]:
-    return lambda o: function(o.x[0]), ((ROWS, WIDTH),)
-
-
-OPERATORS: Mapping[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
-    "layer_norm": (lambda o: F.layer_norm(o.x[0], (WIDTH,), o.x[1], o.x[2]), ((ROWS, WIDTH), (WIDTH,), (WIDTH,))),
-    "rms_norm": (lambda o: F.rms_norm(o.x[0], (WIDTH,), o.x[1]), ((ROWS, WIDTH), (WIDTH,))),
-    "gelu": _pointwise(F.gelu),
-    "silu": _pointwise(F.silu),
-    "relu": _pointwise(F.relu),
-    "add": (lambda o: o.x[0] + o.x[1], ((ROWS, WIDTH), (ROWS, WIDTH))),
-    "mul": (lambda o: o.x[0] * o.x[1], ((ROWS, WIDTH), (ROWS, WIDTH))),
-    "cat": (lambda o: torch.cat([o.x[0], o.x[1]], -1), ((ROWS, WIDTH // 2), (ROWS, WIDTH // 2))),
-    "cross_entropy_loss": (lambda o: F.cross_entropy(o.x[0], o.ids), ((ROWS // 2, TOKENS),)),
-    "embedding": (lambda o: F.embedding(o.ids, o.x[0]), ((TOKENS, WIDTH),)),
-    "_native_batch_norm_legit_functional": (
-        lambda o: F.batch_norm(o.x[0], o.mean, o.variance, o.x[1], o.x[2], training=True),
-        ((32, 256, 28, 28), (256,), (256,)),
+OPERATORS: Mapping[str, Call] = {
+    "layer_norm": Call(lambda o: F.layer_norm(o.x[0], o.x[1].shape, o.x[1], o.x[2]), ("rw", "w", "w")),
+    "rms_norm": Call(lambda o: F.rms_norm(o.x[0], o.x[1].shape, o.x[1]), ("rw", "w")),
+    "gelu": Call(lambda o: F.gelu(o.x[0])),
+    "silu": Call(lambda o: F.silu(o.x[0])),
+    "relu": Call(lambda o: F.relu(o.x[0])),
+    "add": Call(lambda o: o.x[0] + o.x[1], ("rw", "rw")),
+    "mul": Call(lambda o: o.x[0] * o.x[1], ("rw", "rw")),
+    "cat": Call(lambda o: torch.cat([o.x[0], o.x[1]], -1), ("rv", "rv")),
+    "cross_entropy_loss": Call(lambda o: F.cross_entropy(o.x[0], o.ids), ("st",)),
+    "embedding": Call(lambda o: F.embedding(o.ids, o.x[0]), ("tw",)),
+    "_native_batch_norm_legit_functional": Call(
+        lambda o: F.batch_norm(o.x[0], o.mean, o.variance, o.x[1], o.x[2], training=True), ("i", "c", "c")
     ),
-    MASKED: (
-        lambda o: F.scaled_dot_product_attention(*o.x, attn_mask=o.mask),
-        ((4, 16, WIDTH, 64),) * 3,
-    ),
-}  # fmt: skip
+    MASKED: Call(lambda o: F.scaled_dot_product_attention(*o.x, attn_mask=o.mask), ("a", "a", "a")),
+}
 
 
 def names(bench: Bench) -> list[str]:
@@ -83,19 +105,18 @@ def measure(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[s
     try:
         return _measured(bench, row, pace)
     except (RuntimeError, MeshwrightError) as error:
-        return iter(()), {"left out": str(error).partition("\n")[0]}
+        return iter(()), {"left out": str(error)}
 
 
 def _measured(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:
     name, dtype = row.removeprefix(PREFIX).split()
     if name == BIAS:
-        x = torch.randn(ROWS, WIDTH, device=bench.device).to(DTYPES[dtype])
+        x = torch.randn(SIZE.shape("rw"), device=bench.device).to(DTYPES[dtype])
         seconds = bench.seconds(lambda: x.sum(0), pace.point_seconds / 2)
         work = Work("memory", dtype, 0.0, 0.0, 0.0, float(x.nbytes), 0.0, 1.0)
         return iter([Point(1.0, 0.0), Point(1.0, seconds)]), {"work": asdict(work)}
-    call, shapes = OPERATORS[name]
     with bench.device:
-        model = Operator(call, *shapes).to(DTYPES[dtype])
+        model = Operator(OPERATORS[name]).to(DTYPES[dtype])
     work = _work(model, name)
     made = model()
     gradient, inputs = torch.randn_like(made), list(model.x)

@@ -110,8 +110,6 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     """Names and what measures them, in order."""
     for name in operators.names(bench):
         yield name, lambda name=name: (operators.measure(bench, name, pace), {})
-    for name in kernels.names(bench):
-        yield name, lambda name=name: kernels.measure(bench, name, pace)
     if bench.ranks > 1:
         for link, suffix in SUFFIX.items():
             if not links.groups(bench.comm.mesh, link):
@@ -129,6 +127,8 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
     if pace.step_seconds and bench.here == bench.ranks:  # steps are planned for one level
         for name, row in steps.rows(bench.ranks).items():
             yield name, lambda row=row: steps.measure(bench, row, pace)
+    for name in kernels.names(bench):
+        yield name, lambda name=name: kernels.measure(bench, name, pace)
 
 
 def measured(bench: Bench, name: str, measure: Measure) -> MeasuredRow:

@@ -51,6 +51,13 @@ def test_a_described_step_is_priced_as_the_planner_simulates_it(name: str, asked
         "step gpt, cut": ["hidden"] if asked else ["meeting", "hidden"],
     }.get(name, ["hidden"])
     assert {"memory", "update", "launch", *talks} <= set(shares)
+    device = replace(cluster.device, issue_seconds=2e-3)  # of a GPU: the host issues beside it
+    known = replace(cluster.measured, operators={"layer_norm f32": (2.0, 3.0), "bias f32": (1.0, 9.0)})
+    gpu = replace(cluster, device=device, measured=known)
+    made = steps.priced({**about, "mesh": on_level}, gpu)
+    assert made.seconds() == pytest.approx(simulate(parts, gpu).step_seconds, rel=1e-9)
+    assert "issue" in made.shares()
+    assert math.fsum(made.shares().values()) == pytest.approx(made.seconds(), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

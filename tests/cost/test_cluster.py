@@ -47,6 +47,14 @@ measured:
 """
 
 
+def test_what_was_measured_of_an_accelerator_comes_back() -> None:
+    more = PLAIN.replace("  launch_seconds: 5e-6\n", "  launch_seconds: 5e-6\n  issue_seconds: 11e-6\n")
+    cluster = Cluster.from_yaml(more + "  operators: {layer_norm bf16: [1.1, 4.5]}\n")
+    assert cluster.device.issue_seconds == 11e-6
+    assert cluster.measured.operators == {"layer_norm bf16": (1.1, 4.5)}
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+
 def test_a_file_says_what_it_says() -> None:
     cluster = Cluster.from_yaml(PLAIN)
     assert cluster == Cluster(

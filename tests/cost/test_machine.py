@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.cluster import Device, Measured
-from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.machine import launches_of, seconds, update_seconds
 from meshwright.cost.operators import Work
 
 GPU = Device("a gpu", {"f32": 2e13, "bf16": 3e14}, 80 << 30, 2e12, 5e-6)
@@ -94,3 +94,24 @@ def test_an_update_moves_parameter_gradient_and_states() -> None:
     assert update_seconds(1e9, 2, GPU, Measured(rates={"update": ((1e6, 1e12),)})) == pytest.approx(
         7 * 4e-3, rel=0.01
     )
+
+
+def test_an_operator_that_was_measured_takes_its_factor_forward_and_backward() -> None:
+    known = Measured(operators={"layer_norm bf16": (2.0, 5.0), "bias bf16": (1.0, 3.0)})
+    norm = replace(one("memory", 0, 1e9, "bf16"), name="layer_norm")
+    plain, found = seconds(norm, GPU), seconds(norm, GPU, known)
+    assert found == pytest.approx((2 * plain[0], 5 * plain[1]))
+    assert seconds(replace(norm, dtype="f32"), GPU, known) == plain
+    assert seconds(replace(norm, name="gelu"), GPU, known) == plain
+    product = one("matmul", 1e12, 0, "bf16")
+    biased = replace(product, bias_bytes=1e9)
+    more = np.subtract(seconds(biased, GPU, known), seconds(product, GPU, known))
+    assert more == pytest.approx([0, 3 * seconds(one("memory", 0, 1e9), GPU)[0]])
+    assert seconds(biased, GPU) == seconds(product, GPU)
+
+
+def test_an_accelerator_that_was_measured_runs_a_memory_bound_operator_as_one_kernel() -> None:
+    norm = replace(one("memory", 0, 0, launches=5), launches_backward=9)
+    assert launches_of(norm, GPU) == (5, 9)
+    assert launches_of(norm, replace(GPU, issue_seconds=1e-5)) == (1, 2)
+    assert launches_of(one("matmul", 1, 0, launches=3), replace(GPU, issue_seconds=1e-5)) == (3, 3)

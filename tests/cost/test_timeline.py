@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,29 @@ def test_a_step_is_no_shorter_than_what_any_stream_does(tasks, slowdown) -> None
     assert found.compute_seconds + found.exposed_seconds <= step + 1e-9
     assert found.hidden_seconds <= found.compute_seconds + 1e-9
     assert found.idle_seconds < 1e-9  # something always runs: whatever is first of its streams can
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=20))
+def test_a_device_waits_for_its_host_and_never_the_other_way_round(pairs) -> None:
+    """On one stream: the longest way, on the host as far as some task and from there on the device."""
+    tasks = [Task(str(n), (COMPUTE,), s / 4, issue_seconds=i / 4) for n, (s, i) in enumerate(pairs)]
+    seconds, issue = ([x / 4 for x in one] for one in zip(*pairs, strict=True))
+    longest = max(sum(issue[: n + 1]) + sum(seconds[n:]) for n in range(len(tasks)))
+    found = play(tasks)
+    assert found.step_seconds == pytest.approx(longest)
+    assert found.idle_seconds == pytest.approx(longest - sum(seconds))
+
+
+@given(drawn(), FACTORS, st.integers(0, 8))
+def test_a_slower_host_never_ends_a_step_earlier_without_slowdown(tasks, slowdown, issue) -> None:
+    issued = [replace(task, issue_seconds=issue / 4) for task in tasks]
+    found = play(issued, slowdown)
+    assert found.step_seconds >= issue / 4 * len(tasks) - 1e-9
+    assert all(start >= issue / 4 * (n + 1) - 1e-9 for n, start in enumerate(found.starts))
+    assert play(issued).step_seconds >= play(tasks).step_seconds - 1e-9
+    for task, start, end in zip(issued, found.starts, found.ends, strict=True):
+        assert end - start >= task.seconds - 1e-9
+        assert all(found.ends[a] <= start + 1e-9 for a in task.after)
 
 
 @given(drawn(), FACTORS)
