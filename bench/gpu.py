@@ -92,7 +92,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=lambda text: Path(text).absolute(), default=ROOT / "build" / "gpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="models of a test's size, few rounds")
-    parser.add_argument("--seconds", type=float, default=TOTAL, help="in all; what comes last is cut short")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL, help="of all checks; the last may have less time"
+    )
     parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", default=[])
     parser.add_argument("--check", choices=tuple(CHECKS), help=argparse.SUPPRESS)  # what the processes run
     return parser.parse_args(arguments)
