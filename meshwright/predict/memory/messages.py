@@ -71,9 +71,9 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
     match kind.chunks, kind.splits:
         case "own", _:
             flat, received = heap.new(before), heap.new(after)
+            heap.drop(flat)  # what was sent is gone before what came is put in place
             result = heap.new(after)
             heap.drop(received)
-            heap.drop(flat)
             return result
         case "padded", True:
             message = plan.padded * len(plan.group) * itemsize
@@ -84,9 +84,9 @@ def _moved(heap: Heap, x: Storage, plan: Exchange, itemsize: int, mesh: Mesh, st
         case "padded", False:
             padded = heap.new(plan.padded * itemsize if plan.short else 0)
             rows = gather(heap, plan.padded * len(plan.group) * itemsize, mesh, plan.axes, staged)
+            heap.drop(padded)
             result = heap.new(after)
             heap.drop(rows)
-            heap.drop(padded)
             return result
     return heap.new(after)
 
