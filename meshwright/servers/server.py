@@ -6,6 +6,7 @@ worker and clock, and the server remembers each worker's clock.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -108,8 +109,8 @@ class Server:
         for parameter in declared.parameters if fill_rows else ():
             if parameter.start is not None:
                 blocks = self.map.blocks_of(self.number).get(parameter.name, ())
-                values = {b: {VALUES: fill(parameter, parameter.rows_of(b))} for b in blocks}
-                self.stored[parameter.name].put(values)
+                if blocks:
+                    self.stored[parameter.name].start(blocks, functools.partial(fill, parameter))
 
     @property
     def size_bytes(self) -> int:

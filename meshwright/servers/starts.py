@@ -15,6 +15,7 @@ import torch
 from meshwright.servers.shards import Parameter, Start
 
 WORDS = 4  # of 64 bits, which Philox makes for each count
+AT_ONCE = 1 << 17  # words drawn together: what the allocator keeps of them stays small beside a table
 TO_UNIT = 2.0**-53
 
 
@@ -27,10 +28,11 @@ def fill(parameter: Parameter, rows: range) -> torch.Tensor:
     key = hashlib.blake2b(f"{start.seed}/{parameter.name}".encode(), digest_size=16).digest()
     generator = np.random.Philox(key=np.frombuffer(key, np.uint64))
     generator.advance(rows.start * counts)
-    words = generator.random_raw(len(rows) * counts * WORDS).reshape(len(rows), -1)[:, : 2 * width]
-    values = torch.from_numpy(_numbers(start, words[:, :width], words[:, width:]))
-    full = (len(rows), *shape) if parameter.table else shape
-    return values.to(getattr(torch, parameter.dtype)).reshape(full)
+    made = torch.empty((len(rows), width), dtype=getattr(torch, parameter.dtype))
+    for some in made.split(max(1, AT_ONCE // (counts * WORDS))):
+        words = generator.random_raw(len(some) * counts * WORDS).reshape(len(some), -1)
+        some.copy_(torch.from_numpy(_numbers(start, words[:, :width], words[:, width : 2 * width])))
+    return made.reshape((len(rows), *shape) if parameter.table else shape)
 
 
 def _numbers(start: Start, one: np.ndarray, other: np.ndarray) -> np.ndarray:

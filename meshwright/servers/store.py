@@ -109,6 +109,28 @@ class Stored:
         if self.before_change is not None:
             self.before_change(rows)
 
+    def start(self, blocks: Sequence[int], values: Callable[[range], torch.Tensor]) -> None:
+        """Fill a parameter that has no blocks. `values`: of a block's rows, which are made one block after another: all
+        of them together would be a second table in memory."""
+        assert not self.blocks
+        rows = [self.parameter.rows_of(block) for block in blocks]
+        made = self._empty.new_empty(
+            (sum(map(len, rows)), *self.parameter.shape[1:]) if self.parameter.table else self.parameter.shape
+        )
+        at = 0
+        for block, each in zip(blocks, rows, strict=True):
+            if self.parameter.table:
+                made[at : at + len(each)] = values(each)
+            else:
+                made.copy_(values(each))
+            self._first[block] = at
+            at += len(each)
+        self.blocks = list(blocks)
+        self.tensor.data = made
+        self.optimizer = optimizer_of(
+            self.parameter, self.tensor
+        )  # the state it begins with has the same shape
+
     def put(self, blocks: dict[int, dict[str, torch.Tensor]]) -> None:
         """Add blocks as `take` returned them, or with values alone. Raises ServerError for tensors that do not fit."""
         every = {block: self._with_state(block, parts) for block, parts in blocks.items()}
