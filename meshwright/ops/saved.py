@@ -25,6 +25,8 @@ from meshwright.core.graph import DTYPES, Node, TensorType
 
 Types = Mapping[str, TensorType]
 
+RMS_NORM = "aten.rms_norm.default"
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -150,15 +152,17 @@ def has_line(op: str) -> bool:
     return op in KEEPS
 
 
-def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "cpu") -> Saved:
+def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "") -> Saved:
     """Return what autograd saves of a node. `needs_grad` says for each port whether its gradient is needed. `device`:
-    the type of the device, whose kernels may save other things.
+    the type of the device, whose kernels may save other things; without it, what the table says.
 
     A port that shares the storage of another value (a view) is counted with that value.
     """
     if not any(needs_grad) or not any(node.needs_grad):
         return NOTHING
-    if device != "cpu" and node.op in ON_ACCELERATOR:
+    if device == "cpu" and node.op == RMS_NORM and _itemsize(node, types) < 4:
+        return _widened_rms_norm(node, types, needs_grad)
+    if device not in ("", "cpu") and node.op in ON_ACCELERATOR:
         return ON_ACCELERATOR[node.op](node, types, needs_grad)
     extra = EXTRA.get(node.op)
     extra_bytes = extra(node, types, needs_grad) if extra else 0
@@ -233,6 +237,17 @@ def _rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
     rows = _rows(node, types) * max(_itemsize(node, types), 4) if needs_grad[0] else 0
     weighted = len(node.uses) > 1 and needs_grad[1]
     return rows + (source.size_bytes if weighted else 0)
+
+
+def _widened_rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    """Return what a CPU saves of an RMS norm in 16 bits, which it computes in f32 by several operators: the input and
+    the normalised rows in f32, 1/deviation of each row, and the weight.
+    """
+    wide = math.prod(_first(node, types).shape) * DTYPES["f32"]
+    weighted = len(node.uses) > 1
+    extra = wide + _rows(node, types) * DTYPES["f32"] if needs_grad[0] else 0
+    extra += wide if weighted and needs_grad[1] else 0
+    return Saved((1,) if weighted and needs_grad[0] else (), (), extra)
 
 
 def _group_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
@@ -379,4 +394,14 @@ EXTRA: dict[str, Extra] = {
     "aten.cross_entropy_loss.default": _copies(1),
 }
 
-__all__ = ["EXTRA", "KEEPS", "NOTHING", "ON_ACCELERATOR", "Saved", "fused_attention", "has_line", "saved"]
+__all__ = [
+    "EXTRA",
+    "KEEPS",
+    "NOTHING",
+    "ON_ACCELERATOR",
+    "RMS_NORM",
+    "Saved",
+    "fused_attention",
+    "has_line",
+    "saved",
+]

@@ -20,7 +20,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import techniques_from
-from meshwright.examples import gpt, mlp, zoo
+from meshwright.examples import gpt, llama, mlp, zoo
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.predict.memory.step import ADAMW, ADAMW_FOREACH, ADAMW_FUSED, Peak, peak
@@ -134,11 +134,35 @@ def with_sums_of_exponentials() -> Any:
     return model, batch, loss
 
 
+def small_llama() -> Any:
+    """A Llama of width 64 with RMS norms of torch."""
+    config = llama.LlamaConfig(vocabulary=256, width=64, inner=176, layers=2, sequence=64)
+    return llama.build(config, batch=8)
+
+
+def in_bf16(build: Build, exponentials: bool = False) -> Build:
+    """A model in bf16; `exponentials`: its loss is cross entropy and a term that keeps logits small (z-loss)."""
+
+    def built() -> Any:
+        model, batch, plain = build()
+        floats = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batch.items()}
+
+        def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            logits = model(batch["ids"])
+            cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+            return cross_entropy + 1e-4 * logits.logsumexp(-1).square().mean()
+
+        return model.to(torch.bfloat16), floats, loss if exponentials else plain
+
+    return built
+
+
 CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 ROWS = {"*embedder.embedder.convolution": {"y0": "h"}}
 RUNS = {
     "bert with dropout": Run(hugging("bert", sequence=128, batch=8, dropout=0.1)),
     "gpt, sums of exponentials": Run(with_sums_of_exponentials, {"dp": 2}),
+    "llama in bf16, small logits": Run(in_bf16(small_llama, exponentials=True)),
     "resnet": Run(hugging("resnet", batch=16)),
     "resnet, height cut": Run(hugging("resnet", batch=16), {"h": 2}, ROWS, mode="sharding_propagation"),
     "gpt, four ranks": Run(small_gpt(), {"dp": 2, "tp": 2}, CUT),
@@ -202,7 +226,7 @@ def compare(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("name", first(6, RUNS))
+@pytest.mark.parametrize("name", first(7, RUNS))
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     compare(RUNS[name])
 
@@ -307,6 +331,24 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", first(5, FUNCTIONS))
 def test_what_a_formula_of_backward_makes_on_the_way_is_counted(name: str) -> None:
     compare(Run(of_one(FUNCTIONS[name])))
+
+
+NARROW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "RMS norm": lambda x: F.rms_norm(x, (1024,)),
+    "largest": FUNCTIONS["largest"],
+    "maximum": FUNCTIONS["maximum"],
+    "clamp": FUNCTIONS["clamp"],
+    "quotient": FUNCTIONS["quotient"],
+}
+
+
+@pytest.mark.parametrize("name", first(3, NARROW))
+def test_what_is_made_in_another_dtype_than_bf16_is_counted(name: str) -> None:
+    compare(Run(in_bf16(of_one(NARROW[name]))))
+
+
+def test_an_rms_norm_without_a_weight_holds_five_tensors_in_backward() -> None:
+    compare(Run(of_one(NARROW["RMS norm"])))
 
 
 def with_outputs() -> Any:

@@ -70,7 +70,7 @@ def check(case: Sample) -> None:
     for wanted in demands(case):
         distinct = case.node.with_uses(f"u{n}" for n in range(len(case.tensors)))
         types = {f"u{n}": type_of(t) for n, t in enumerate(case.tensors)}
-        ours = saved(distinct, types, wanted)
+        ours = saved(distinct, types, wanted, "cpu")
         ports, numbers, others = kept_by_torch(case, wanted)
         full = {p for p in ours.inputs if case.tensors[p].numel()}
         results = {o for o in ours.outputs if case.results[o].numel()}
@@ -92,10 +92,17 @@ def g(*shape: int) -> torch.Tensor:
     return torch.randn(shape).requires_grad_()
 
 
+def narrow(*shape: int) -> torch.Tensor:
+    """The same in bf16."""
+    return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
+
+
 ATTENTION = "aten.scaled_dot_product_attention.default"
 LARGE = {  # where what is kept beside inputs and results is more than a few bytes
     "layer norm": lambda: sample("aten.layer_norm.default", g(8, 40, 6), [6], g(6), g(6), 1e-5),
     "rms norm": lambda: sample("aten.rms_norm.default", g(8, 40, 6), [6], g(6)),
+    "rms norm in bf16": lambda: sample("aten.rms_norm.default", narrow(8, 40, 6), [6], narrow(6)),
+    "rms norm in bf16 without a weight": lambda: sample("aten.rms_norm.default", narrow(8, 40, 6), [6]),
     "group norm": lambda: sample("aten.group_norm.default", g(16, 32, 2, 2), 8, g(32), g(32), 1e-5),
     "batch norm": lambda: sample("aten.batch_norm.default", g(2, 96, 3), g(96), g(96), None, None,
                                  True, 0.1, 1e-5, False),

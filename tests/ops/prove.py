@@ -25,8 +25,8 @@ from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.rank import Rank
 
 NAMES = {
-    torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.int32: "i32", torch.bool: "b8",
-    torch.complex128: "c128",
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+    torch.bool: "b8", torch.complex128: "c128",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from meshwright.cost.operators import (
     THROUGH,
     VIEWS,
 )
-from meshwright.ops.saved import ON_ACCELERATOR, fused_attention
+from meshwright.ops.saved import ON_ACCELERATOR, RMS_NORM, fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.experts import backward_bytes, forward_bytes
 from meshwright.predict.memory.recompute import Notes
@@ -109,7 +109,6 @@ Types = Mapping[str, TensorType]
 # Forward, in units of the first input: (made before the results and held beside them, made after).
 FORWARD: dict[str, tuple[float, float]] = {
     "meshwright.dropout": (1.25, 0),
-    "aten.rms_norm.default": (0, 1),
     "meshwright.cross_entropy_split": (2, 0),
     "meshwright.batch_norm_sync": (1, 1),
     "aten.logsumexp.default": (1, 0),  # what lies above the largest, then its exponentials in the same memory
@@ -119,7 +118,6 @@ BACKWARD: dict[str, tuple[float, float]] = {
     "aten.cross_entropy_loss.default": (1, 0),
     "aten.nll_loss_nd.default": (0, 0),
     "meshwright.dropout": (1, 0),
-    "aten.rms_norm.default": (1, 1),
     "meshwright.cross_entropy_split": (1, 0),
     "meshwright.batch_norm_sync": (3, 0),
     "aten.logsumexp.default": (2, 0),  # the differences, and their exponentials
@@ -129,15 +127,19 @@ BACKWARD: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("aten.sqrt.default", "aten.log1p.default", "aten.expm1.default"), (1, 0)),
     **dict.fromkeys(("aten.sin.default", "aten.abs.default"), (1, 0)),
     **dict.fromkeys(("aten.var.dim", "aten.std.dim", "aten.linalg_vector_norm.default"), (1, 0)),
-    **dict.fromkeys(("aten.amax.default", "aten.amin.default"), (1.25, 0)),
-    **dict.fromkeys(("aten.maximum.default", "aten.minimum.default"), (1.5, 0)),
-    "aten.clamp.default": (0.5, 0),
-    **dict.fromkeys(("aten.clamp_min.default", "aten.clamp_max.default"), (0.25, 0)),
-    "aten.prod.dim_int": (1.25, 0),
+    **dict.fromkeys(("aten.amax.default", "aten.amin.default", "aten.prod.dim_int"), (1, 0)),
+    **dict.fromkeys(("aten.maximum.default", "aten.minimum.default"), (1, 0)),
     "aten.cosine_similarity.default": (4, 0),
     "aten.cumsum.default": (2, 0),
     "aten.erf.default": (4, 0),
 }
+# Beside these, boolean masks of so many elements for each one of the first input.
+MASKS: dict[str, int] = {
+    **dict.fromkeys(("aten.clamp.default", "aten.maximum.default", "aten.minimum.default"), 2),
+    **dict.fromkeys(("aten.clamp_min.default", "aten.clamp_max.default"), 1),
+    **dict.fromkeys(("aten.amax.default", "aten.amin.default", "aten.prod.dim_int"), 1),
+}
+COUNTED = ("aten.amax.default", "aten.amin.default")  # the mask is summed as i64
 DIVIDE = "aten.div.Tensor"
 # Losses that are reduced go back by two products, and by one where they are not.
 REDUCED_LOSSES = {
@@ -183,6 +185,9 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool], device: str) -> 
         return 0, max(rows, node.outputs[0].size_bytes) + order
     if node.op == EXPERTS:
         return 0, forward_bytes(node, types)
+    if node.op == RMS_NORM and device == "cpu":
+        wide = _wide_bytes(node, types)
+        return 0, wide if wide > node.outputs[0].size_bytes else 0  # the result, before it is narrowed
     row = FORWARD.get(node.op)
     if row is None or (device != "cpu" and node.op in ON_ACCELERATOR):
         return 0, 0
@@ -194,6 +199,25 @@ def _pairs(node: Node, types: Types) -> tuple[int, int]:
     """Return the bytes of the rows that experts multiply, one for each pair, and of their order."""
     x, _, pairs = (types[u] for u in node.uses)
     return math.prod(pairs.shape) * x.shape[1] * DTYPES[x.dtype], 8 * math.prod(pairs.shape)
+
+
+def _wide_bytes(node: Node, types: Types) -> int:
+    """Return the bytes of the first input in the dtype in which a CPU normalises: f32 at least."""
+    source = types[node.uses[0]]
+    return math.prod(source.shape) * max(DTYPES[source.dtype], DTYPES["f32"])
+
+
+def _rms_norm_backward(node: Node, types: Types, wanted: Sequence[bool]) -> int:
+    """Return the workspace of an RMS norm's backward on a CPU, beside what arrives, what was saved, and gradients.
+
+    In its last formula, of the mean square, five tensors of the input's shape live: the gradient so far, that of the
+    mean, the power, and two products. What arrived and the normalised rows are gone by then.
+    """
+    wide, size = _wide_bytes(node, types), types[node.uses[0]].size_bytes
+    weighted = len(wanted) > 1 and wanted[1]
+    if not wanted[0]:
+        return wide if wide == size else 2 * wide
+    return 5 * wide - 2 * size - (wide if weighted else 0)
 
 
 def _blocked(node: Node, types: Types) -> tuple[int, int, int]:
@@ -250,6 +274,8 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool], device: str =
         beside = full + 2 * rows - types[node.uses[0]].size_bytes + 2 * order
     elif node.op == EXPERTS:
         beside = backward_bytes(node, types, wanted)
+    elif node.op == RMS_NORM and device == "cpu":
+        beside = _rms_norm_backward(node, types, wanted)
     row = BACKWARD.get(node.op, (0, 0))
     if device != "cpu" and node.op in ON_ACCELERATOR:
         row = 0, 0
@@ -258,7 +284,14 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool], device: str =
     elif node.op in REDUCED_LOSSES and not shape:
         row = (1, 0)
     size = types[node.uses[0]].size_bytes if node.uses else 0
-    return Gradients(tuple(made), row[0] * size, max(row[1] * size, beside))
+    before = row[0] * size
+    if node.op in MASKS:
+        elements = math.prod(types[node.uses[0]].shape)
+        counted = (
+            DTYPES["i64"] * elements - size if node.op in COUNTED else 0
+        )  # gone before the gradient comes
+        before = max(before, counted) + MASKS[node.op] * elements
+    return Gradients(tuple(made), before, max(row[1] * size, beside))
 
 
 __all__ = ["OperatorMemory"]
