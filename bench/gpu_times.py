@@ -33,7 +33,7 @@ from meshwright.request import request_for
 WARM_UP = 3
 ROUNDS_SECONDS = 1.0  # over a step of the slowest contender: how many rounds are measured
 FAIR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative: further apart, losses are no comparison
-OURS, EAGER, COMPILED = "ours", "eager", "torch.compile"
+OURS, EAGER, COMPILED, BOTH = "ours", "eager", "torch.compile", "ours, compiled"
 
 
 def parts_of(name: str, place: Place) -> Iterator[Part]:
@@ -48,9 +48,10 @@ def parts_of(name: str, place: Place) -> Iterator[Part]:
         yield title, functools.partial(_measured, place, title, program)
 
 
-def _ours(place: Place, program: Program) -> Step:
+def _ours(place: Place, program: Program, compiled: bool = False) -> Step:
     model, batch, loss = program.build(place)
-    step = mw.train_step(model, adamw, batch, loss=loss, mesh=1, mode="stand_alone", **program.techniques)
+    asked = {"mesh": 1, "mode": "stand_alone", "compile": compiled, **program.techniques}
+    step = mw.train_step(model, adamw, batch, loss=loss, **asked)
     return lambda: step(batch)
 
 
@@ -80,9 +81,9 @@ class Times:
         """Of a contender, in seconds."""
         return statistics.median(self.taken[name])
 
-    def ratio(self, name: str) -> list[float]:
+    def ratio(self, name: str, ours: str = OURS) -> list[float]:
         """Quartiles of our time over another's, taken within rounds."""
-        pairs = zip(self.taken[OURS], self.taken[name], strict=True)
+        pairs = zip(self.taken[ours], self.taken[name], strict=True)
         return statistics.quantiles([a / b for a, b in pairs], n=4)
 
 
@@ -94,6 +95,7 @@ def _measured(place: Place, title: str, program: Program) -> Found:
         contenders[EAGER] = lambda: _theirs(place, program)
     if program.compiled and place.cuda:
         contenders[COMPILED] = lambda: _theirs(place, program, compiled=True)
+        contenders[BOTH] = lambda: _ours(place, program, compiled=True)
     steps, sizes = dict[str, Step](), dict[str, int]()
     for name, make in contenders.items():
         steps[name], sizes[name] = place.with_peak(make)
@@ -103,14 +105,20 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     if predicted is not None:
         shown[0] += f", predicted {predicted['seconds'] * 1e3:.2f} ({predicted['seconds'] / ours_s:.3f})"
         shown += [f"peak {ours_bytes / 1e6:.1f} MB, predicted ({predicted['bytes'] / ours_bytes:.3f})"]
-    for name in contenders:
-        if name != OURS:
-            low, middle, high = times.ratio(name)
-            shown += [f"{middle:.3f} ({low:.3f} – {high:.3f}) of {name}'s"]
+    if EAGER in contenders:
+        shown += [f"{_quartiles(times.ratio(EAGER))} of eager's"]
+    if BOTH in contenders:
+        took = times.median(BOTH) * 1e3
+        shown += [f"compiled {took:.2f} ms, {_quartiles(times.ratio(COMPILED, BOTH))} of {COMPILED}'s"]
     if EAGER in sizes:
         shown += [f"peak {ours_bytes / sizes[EAGER]:.3f} of eager's"]
     data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted}
     return "; ".join(shown), data
+
+
+def _quartiles(found: list[float]) -> str:
+    low, middle, high = found
+    return f"{middle:.3f} ({low:.3f} – {high:.3f})"
 
 
 def _times(place: Place, program: Program, steps: dict[str, Step]) -> Times:

@@ -47,7 +47,7 @@ def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, aske
 ITSELF = "give the module itself"
 # Wrappers of torch, by the names of their classes → why a model with one cannot be captured, and what to write.
 WRAPPERS = {
-    "OptimizedModule": ("torch.compile has wrapped it", "leave out torch.compile(model)"),
+    "OptimizedModule": ("torch.compile has wrapped it", "mw.train_step(model, …, compile=True) instead"),
     "DistributedDataParallel": ("it sends gradients itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
     "DataParallel": ("it splits batches itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
     "FullyShardedDataParallel": ("it shards weights itself", f"{ITSELF}: optimizer_parallel=3 is FSDP"),

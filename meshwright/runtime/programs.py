@@ -24,6 +24,7 @@ from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.collectives import Handle
+from meshwright.runtime.compiled import compiled
 from meshwright.runtime.kernels.split_linear import Queue
 from meshwright.runtime.micro_batches import Build, modules_in_time, order_of_one_rank, step_actions
 from meshwright.runtime.parameter_offload import Fetches, HostParameters
@@ -116,6 +117,9 @@ class Programs:
     ) -> None:
         """Build the modules of some stages, whose segments each micro-batch has side by side."""
         found = modules_in_time(programs, self.parts.plan.mesh, self.enter, build, self.parts.copies)
+        if self.rank.compiles:
+            made = {id(m): compiled(m) for _, modules in found for m in modules}  # many are the same
+            found = [(segments, [made[id(m)] for m in modules]) for segments, modules in found]
         for index, s in enumerate(numbers):
             self.programs[s] = [(segments[index], modules[index]) for segments, modules in found]
 

@@ -21,7 +21,8 @@ class Rank:
     own generator on every rank, as a plain program does. `step` and `micro_batch` number what runs, so that random
     operators differ between steps and repeat on recompute. `calls` counts calls since the last update, each with its
     own random numbers. `mesh` is the program's, with an axis in time for micro-batches; `at` is the coordinate in the
-    current micro-batch. To replay another one, set `micro_batch` meanwhile.
+    current micro-batch. To replay another one, set `micro_batch` meanwhile. `compiles`: programs go through
+    `torch.compile`.
     """
 
     comm: Communicator
@@ -31,6 +32,7 @@ class Rank:
     step: int = 0
     micro_batch: int = 0
     calls: int = 0
+    compiles: bool = False
     # slot → draw of torch's, for replays
     drawn: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
     drawn_at: int = -1

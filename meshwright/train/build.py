@@ -37,7 +37,6 @@ from meshwright.compile import (
     with_model,
 )
 from meshwright.core.cycles import rare_collection
-from meshwright.core.graph import Graph
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.guards import Guards
@@ -86,6 +85,7 @@ from meshwright.train.request import (
     check_mode,
     check_state,
     device_for,
+    of_one_stage,
 )
 from meshwright.train.step import TrainStep
 from meshwright.train.survive import Survival, for_ranks, group_unless, why_not
@@ -129,6 +129,7 @@ def train_step(
     device: torch.device | str | None = None,
     cache: str | Path | None = None,
     max_programs: int = 16,
+    compile: bool = False,
     **techniques: Unpack[Options],
 ) -> TrainStep: ...
 
@@ -158,6 +159,7 @@ def train_step(
     device: torch.device | str | None = None,
     cache: str | Path | None = None,
     max_programs: int = 16,
+    compile: bool = False,
     staleness: int | None = 0,
     **techniques: Unpack[Options],
 ) -> TrainStep | ServerStep:
@@ -192,6 +194,9 @@ def train_step(
         device: The device of the shards; by default that of `model`, or the CPU with `init`.
         cache: A folder in which captures are stored for the next start.
         max_programs: How many programs, for different shapes, modes and frozen parameters, are kept.
+        compile: Compile each program with `torch.compile` when it first runs. Collectives, recomputed operators and
+            random numbers stay as they are. Gradients arrive together at the end of backward, so that their reduction
+            overlaps with less.
         mode: As in `mw.plan`, or ``"parameter_server"``: the model runs eagerly, what `mw.on_server` marks lives on
             servers, and each worker trains its rows of the batch. The result is a `ServerStep`; its loss is that of
             these rows, and `loss` is a mean over examples. Apart from `staleness`, no option below `loss` applies.
@@ -206,7 +211,7 @@ def train_step(
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)
-    check_switches(skip_nonfinite=skip_nonfinite, tune=tune)
+    check_switches(skip_nonfinite=skip_nonfinite, tune=tune, compile=compile)
     check_random(exact_random, device, asked)
     check_model(model)
     check_weight_hooks(model.named_parameters())
@@ -240,6 +245,7 @@ def train_step(
         cache=cache,
         max_programs=max_programs,
         tune=tune,
+        compile=compile,
     )
     check_tune(request)
     return _built(request)
@@ -277,7 +283,7 @@ def _built(request: StepRequest) -> TrainStep:
         over_gloo(meeting, chosen, request.place)
         chosen = log_remarks(quickest(meeting, [chosen, *agreed.others], request, captured, initial))
     chosen = with_model(chosen.check(graph), captured)
-    split, apart = cut_parameter(graph, chosen), _of_one_stage(graph, chosen)
+    split, apart = cut_parameter(graph, chosen), of_one_stage(graph, chosen)
     check_optimizer(optimizer, split, apart)
     check_random(request.exact_random, request.place, chosen.techniques)
     over_gloo(meeting, chosen, request.place)
@@ -353,18 +359,13 @@ def _initial(request: StepRequest, meeting: Meeting, agreed: Agreed) -> Initial 
     return initial
 
 
-def _of_one_stage(graph: Graph, plan: Plan) -> str:
-    """Return a trained parameter that not every rank updates; empty without stages."""
-    return next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if plan.stages else ""
-
-
 def _local_step(
     request: StepRequest, shared: ModelState, captured: Captured, parts: Partition, initial: Initial | None
 ) -> LocalStep:
     """Put this rank's shards in place: those of `initial`, or of the model's own values, once these are equal on all
     ranks."""
     comm, place, model = shared.world, request.place, request.model
-    rank = Rank(comm, place, seed=request.seed, exact=request.exact_random)
+    rank = Rank(comm, place, request.seed, request.exact_random, compiles=request.compile)
     prepare(comm, parts)
     made: dict[str, torch.Tensor] = {}
     if initial is not None:

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.agreement import device_of, own_device
 from meshwright.capture.meta_init import Init
+from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError, a_type
 from meshwright.hollow import check_has_values
@@ -25,7 +26,7 @@ from meshwright.search.wanted import MeshLike, Pins
 class StepRequest:
     """The arguments of `train_step`. `plan`: as a plan, read if it was given as a file. `asked`: techniques. `limits`:
     of a search, on a cluster. `source`: the rank whose weights all take, None to refuse a difference. `place`: the
-    device of the step. `tune`: the best candidates of the search are measured."""
+    device of the step. `tune`: the best candidates of the search are measured. `compile`: programs are."""
 
     model: torch.nn.Module
     optimizer: OptimizerFactory
@@ -49,6 +50,7 @@ class StepRequest:
     cache: str | Path | None
     max_programs: int
     tune: bool = False
+    compile: bool = False
 
 
 def check_factory(optimizer: object) -> None:
@@ -90,4 +92,9 @@ def check_state(request: StepRequest, shared: ModelState | None) -> None:
         check_has_values(request.model)
 
 
-__all__ = ["StepRequest", "check_factory", "check_mode", "check_state", "device_for"]
+def of_one_stage(graph: Graph, plan: Plan) -> str:
+    """Return a trained parameter that not every rank updates; empty without stages."""
+    return next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if plan.stages else ""
+
+
+__all__ = ["StepRequest", "check_factory", "check_mode", "check_state", "device_for", "of_one_stage"]

@@ -245,7 +245,7 @@ def over_state(
         buckets.close()
     old.state.buckets.clear()
     was = old.rank
-    rank = Rank(comm, was.device, was.seed, was.exact, was.step, calls=was.calls)
+    rank = Rank(comm, was.device, was.seed, was.exact, was.step, calls=was.calls, compiles=was.compiles)
     local = LocalStep(parts, rank, values, None, after=old)
     local.shape, local.end.repeats, local.asks = old.shape, True, False
     return local

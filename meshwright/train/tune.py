@@ -176,7 +176,7 @@ def _maker(
 
     def make() -> LocalStep:
         comm = meeting.connect(plan.ranks, request.place, host=bool(plan.hosts))
-        rank = Rank(comm, request.place, seed=request.seed, exact=request.exact_random)
+        rank = Rank(comm, request.place, request.seed, request.exact_random, compiles=request.compile)
         prepare(comm, parts)
         made: dict[str, torch.Tensor] = {}
         if initial is not None:
