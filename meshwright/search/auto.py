@@ -188,8 +188,7 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
         return
     first = min(fitting, key=step_of)
     seen = {found.states for _, found in tried.found}
-    decided = any(not fits(planner, f) or "memory_decided" in f.claims for _, f in tried.found)
-    claims = {"memory_decided": True} if decided else {}
+    claims = _decided(planner, tried)
     families = [(f"{name[:3]} optimum", family) for name, family in families_of(planner)]
     if not planner.seeds:  # with the outermost axis idle, too
         families += [(name, family) for _, name, family in itertools.islice(resting_families(planner), 1)]
@@ -212,11 +211,18 @@ def _lighter(planner: Planner, tried: _Tried) -> None:
                 planner.tell(name, _best(planner, tried), None)
 
 
+def _decided(planner: Planner, tried: _Tried) -> dict[str, bool]:
+    """Claims of further choices: whether the limit decided, as where something does not fit."""
+    decided = any(not fits(planner, f) or "memory_decided" in f.claims for _, f in tried.found)
+    return {"memory_decided": True} if decided else {}
+
+
 def _smaller_limits(planner: Planner, tried: _Tried) -> None:
     """Simulate the choices that smaller and smaller limits lead to. They are the same whatever the limit of the request
     is, so that a larger one knows those that a smaller one does: more memory makes no plan slower."""
     if planner.evaluator is None or planner.size > AUTO.lighter_size or _best(planner, tried) is None:
         return
+    claims = _decided(planner, tried)
     for name, family in families_of(planner):
         space = planner.space(family)
         floor, memory = space.problem(1.0), planner.memory(space)
@@ -230,7 +236,7 @@ def _smaller_limits(planner: Planner, tried: _Tried) -> None:
                 if floor.price(states) < (_best(planner, tried) or np.inf):
                     seen.add(states)
                     label = f"{name[:3]} optimum under a smaller limit"
-                    _take(planner, tried, label, planner.found(space, states, {"memory_decided": True}))
+                    _take(planner, tried, label, planner.found(space, states, claims))
             planner.tell(name, _best(planner, tried), None)
 
 
