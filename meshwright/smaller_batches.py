@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.capture.pytree import leaves, rebuild
 from meshwright.core.graph import Graph
 from meshwright.errors import DoesNotFit, MeshwrightError
-from meshwright.search.budget import AUTO
+from meshwright.search.budget import MEMORY
 
 
 def with_batch_that_fits(
@@ -16,11 +16,11 @@ def with_batch_that_fits(
 ) -> DoesNotFit:
     """The error, whose hint begins with the largest of its batches that `planned` finds a plan for, if there is one.
 
-    `graph` was captured with `batch`. Very large models are captured once only.
+    `graph` was captured with `batch`. Large models are captured once only, which takes seconds; of others the smallest
+    batches are tried, as many as take no longer.
     """
-    if len(graph.nodes) > AUTO.full_nodes:
-        return error
-    for parts in error.parts:
+    tries = MEMORY.batch_nodes // len(graph.nodes)
+    for parts in error.parts[-tries:] if tries else ():
         fewer, rows = cut(graph, batch, parts)
         try:
             planned(fewer)

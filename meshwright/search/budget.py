@@ -108,9 +108,20 @@ class MemoryBudget:
     moves: int = 6
     # Other shardings of an operator that are looked at in one move.
     ways: int = 16
+    # Nodes of all programs that are simulated for these moves, and copies of a layer in the two programs of a folded
+    # model. Fewer programs than the least are none.
+    moved_nodes: int = 1500
+    copies: int = 6
+    least_moved: int = 4
+    # Of the limit: sums that leave more room need no simulation before a search. Of the lowest peak of the choices of
+    # least bytes: how far below it a search may still come.
+    little_room: float = 0.5
+    within_reach: float = 0.7
     # Parts of the batch that a refusal tries, and how many it names.
     batch_parts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     batch_parts_named: int = 3
+    # Nodes of all smaller batches that are captured and planned for a refusal, about two seconds.
+    batch_nodes: int = 2000
     # Of all parameters: embedding tables that are less are not worth a search with them on the host.
     tables_share: float = 0.1
 

@@ -25,7 +25,7 @@ from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.extrapolate import layered_times
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from meshwright.predict.price import program_price
-from meshwright.predict.step_time import step_times
+from meshwright.predict.step_time import StepTimes, step_times
 from meshwright.search.layer_groups import Folded, shortened
 from meshwright.search.space.build import Choice
 from meshwright.search.techniques.apply import apply
@@ -42,7 +42,8 @@ class Evaluation:
     """The simulation of a choice: seconds of the step; the most bytes on a rank, and at which instant; the most bytes
     in the host memory of a rank; the seconds of exposed communication. `at`: bytes that exist once and bytes in all
     layers, at each instant that may be the peak of a rank with some share of the layers; `at_layers`: the same for the
-    instants that every share has. None if layers cannot be distinguished. `in_full`: the full program was simulated."""
+    instants that every share has. None if layers cannot be distinguished. `in_full`: the full program was simulated.
+    `timed`: the step was simulated; otherwise only bytes are known, and the seconds are inf and 0."""
 
     step_seconds: float
     peak_bytes: float
@@ -52,6 +53,7 @@ class Evaluation:
     at: tuple[Line, ...] = ()
     at_layers: tuple[Line, ...] = ()
     in_full: bool = False
+    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,24 +77,26 @@ class Evaluator:
     hosts: frozenset[str] = frozenset()
     techniques: Techniques = NONE
 
-    def in_full(self, choice: Choice) -> Evaluation:
+    def in_full(self, choice: Choice, *, timed: bool = True) -> Evaluation:
         """The same from the full program: what three layers cannot show is where buckets of gradients end."""
         seen = self._evaluated(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
-        line = step_times(seen.parts, self.cluster, self.optimizer_states)
+        line = step_times(seen.parts, self.cluster, self.optimizer_states) if timed else None
         return Evaluation(
-            line.step_seconds,
+            line.step_seconds if line else math.inf,
             float(seen.most[where]),
             where,
             float(seen.host_bytes),
-            line.exposed_seconds,
+            line.exposed_seconds if line else 0.0,
             in_full=True,
+            timed=timed,
         )
 
-    def __call__(self, choice: Choice) -> Evaluation:
-        """Seconds of the simulated step, and the most bytes on the rank that holds most, with when that is."""
+    def __call__(self, choice: Choice, *, timed: bool = True) -> Evaluation:
+        """Seconds of the simulated step, if it is to be `timed`, and the most bytes on the rank that holds most, with
+        when that is."""
         if self.techniques.names_layers or self.folds.is_whole:
-            return self.in_full(choice)
+            return self.in_full(choice, timed=timed)
         repeats = self.folds.repeats
         few = [min(self._least(layers), count) for layers, count in zip(self._layers, repeats, strict=True)]
         short = self._run(choice, few)
@@ -103,28 +107,27 @@ class Evaluator:
             long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
             hosted += more * (long.host_bytes - short.host_bytes)
             longer.append(long)
-        step = layered_times(
-            short.parts,
-            [long.parts if more else None for long, more in zip(longer, times, strict=True)],
-            times,
-            self.cluster,
-            self.optimizer_states,
-            self._first,
-        )
+        step = self._step(short, longer, times) if timed else None
         lines = self._lines(short.most, few, [long.most for long in longer])
         most = {instant: max(map(sum, each)) for instant, each in lines.items()}
         where = max(most, key=lambda instant: most[instant])
         last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
         inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
         return Evaluation(
-            step.step_seconds,
+            step.step_seconds if step else math.inf,
             float(most[where]),
             where,
             float(hosted),
-            max(0.0, step.exposed_seconds),
+            max(0.0, step.exposed_seconds) if step else 0.0,
             _highest(one for each in lines.values() for one in each),
             _highest(inside),
+            timed=timed,
         )
+
+    def _step(self, short: _Seen, longer: Sequence[_Seen], times: tuple[int, ...]) -> StepTimes:
+        """The times of a step with `times` more layers of each kind than `short`; `longer` have one more of a kind."""
+        more = [long.parts if n else None for long, n in zip(longer, times, strict=True)]
+        return layered_times(short.parts, more, times, self.cluster, self.optimizer_states, self._first)
 
     def _lines(
         self, short: Mapping[str, int], few: Sequence[int], longer: Sequence[Mapping[str, int]]

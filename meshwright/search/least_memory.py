@@ -45,9 +45,11 @@ class LeastMemory:
         return fixed_bytes(self.space) + float(self.memory.totals(states).max())
 
     def evaluated(self, states: States) -> SearchResult:
-        """The choice simulated."""
+        """The choice with its simulated bytes; its step is not simulated."""
         if states not in self._found:
-            self._found[states] = self.planner.found(self.space, states, {"memory_decided": True})
+            claims = {"memory_decided": True}
+            self._found[states] = self.planner.found(self.space, states, claims, timed=False)
+            self.planner.tell("the least memory")
         return self._found[states]
 
     @property
@@ -78,21 +80,29 @@ class LeastMemory:
         inputs, is sharded in other ways, from low to lowest: temporary buffers are in no sum."""
         if self._lower is None:
             self._lower = []
-            best, seen = (
-                min((self.evaluated(states) for states in self), key=self.planner.peak_bytes),
-                set(self),
-            )
-            for _ in range(MEMORY.moves):
+            first, seen = [self.evaluated(states) for states in self], set(self)
+            best, left = min(first, key=self.planner.peak_bytes), self._moves
+            for _ in range(MEMORY.moves if left else 0):
                 most = self.planner.peak_bytes(best)
-                rows = sorted((self.sums(s), s) for s in self._moved(best) if s not in seen)
+                rows = sorted((self.sums(s), s) for s in self._moved(best) if s not in seen)[:left]
                 seen |= {states for _, states in rows}
+                left -= len(rows)
                 found = [self.evaluated(states) for sums, states in rows if sums < most]
                 low = min(found, key=self.planner.peak_bytes, default=best)
                 if self.planner.peak_bytes(low) >= most:
                     break
                 best = low
                 self._lower.append(low)
+                if not left:
+                    break
         return self._lower
+
+    @property
+    def _moves(self) -> int:
+        """Programs that may be simulated for moves: of a folded model, one takes a few copies of its layers twice."""
+        copies = 1 if self.planner.folds.is_whole else MEMORY.copies
+        count = MEMORY.moved_nodes // (copies * len(self.planner.codes))
+        return count if count >= MEMORY.least_moved else 0
 
     def _moved(self, found: SearchResult) -> set[States]:
         """The choices of least bytes in which one of those operators is sharded in each other way."""
@@ -155,7 +165,7 @@ def least_bytes_of(planner: Planner) -> SearchResult | None:
             best = nearer(planner, best, choices.evaluated(states))
     for found in choices.lower():
         best = nearer(planner, best, found)
-    return None if best is None else planner.settled(best)
+    return None if best is None else planner.settled(best, timed=False)
 
 
 def saved(planner: Planner, *, moved: bool = True) -> SearchResult | None:
@@ -176,10 +186,18 @@ def lowest_peak(planner: Planner) -> float:
     return least_memory(planner).lowest_peak
 
 
+def lowest_peak_of(planner: Planner) -> float:
+    """Bytes of the lowest peak of all of them, a few programs; inf without a simulation."""
+    if planner.evaluator is None:
+        return math.inf
+    choices = least_memory(planner)
+    return min(planner.peak_bytes(choices.evaluated(states)) for states in choices)
+
+
 def any_fits(planner: Planner) -> bool:
     """Return whether one of them fits. It stops at the first that does."""
     return any(
-        fits_in_both(planner, found) and fits_in_both(planner, planner.settled(found))
+        fits_in_both(planner, found) and fits_in_both(planner, planner.settled(found, timed=False))
         for found in _below(planner)
     )
 
@@ -189,4 +207,12 @@ def _below(planner: Planner) -> Iterator[SearchResult]:
         yield from least_memory(planner).below(planner.request.memory_bytes or math.inf)
 
 
-__all__ = ["LeastMemory", "any_fits", "least_memory", "least_bytes_of", "lowest_peak", "saved"]
+__all__ = [
+    "LeastMemory",
+    "any_fits",
+    "least_memory",
+    "least_bytes_of",
+    "lowest_peak",
+    "lowest_peak_of",
+    "saved",
+]

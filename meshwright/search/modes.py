@@ -87,7 +87,9 @@ def _make_plan(
         seeds = _seeds(context, specs, constraints)
 
         def searched(hosts: frozenset[str], offload: bool = True) -> SearchResult:
-            return search(Planner(context, folds, seeds, request, hosts), mode, offload=offload)
+            # Why tables on the host do not help is said to nobody.
+            asked = replace(request, reasons=request.reasons and offload)
+            return search(Planner(context, folds, seeds, asked, hosts), mode, offload=offload)
 
         with request.stop.answered_by(lambda offered: _offered(offered, mode, pins)):
             if mode == "auto":

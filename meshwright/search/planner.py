@@ -63,7 +63,7 @@ class Request:
     the user's options; those that are not `given` may be chosen by `auto`. `places`: the ranks of a pipeline that will
     divide the model; `memory_bytes` is then their total, and they hold the activations of `in_flight` micro-batches.
     `hard`: the user set the memory limit, so that every mode refuses a plan over it. `stop`: when the search ends
-    early. `any_fits`: any plan that fits is enough, and a refusal needs no reasons.
+    early. `any_fits`: any plan that fits is enough, and a refusal needs no reasons; `reasons`: it needs them.
     """
 
     cluster: Cluster
@@ -79,6 +79,7 @@ class Request:
     hard: bool = False
     stop: Stop = field(default_factory=Stop, compare=False)
     any_fits: bool = False
+    reasons: bool = True
 
     def report(self, stage: str, price: float | None, bound: float | None) -> None:
         """Call `progress`, and note where it asks for the end."""
@@ -302,11 +303,13 @@ class Planner:
         """Bytes that a choice may take of a rank beside what no choice changes."""
         return None if self.request.memory_bytes is None else self.request.memory_bytes - fixed_bytes(space)
 
-    def found(self, space: Space, states: Sequence[int], claims: Mapping[str, Any]) -> SearchResult:
-        """A choice with what it claims, simulated where the request says so."""
+    def found(
+        self, space: Space, states: Sequence[int], claims: Mapping[str, Any], *, timed: bool = True
+    ) -> SearchResult:
+        """A choice with what it claims, simulated where the request says so; its bytes alone unless `timed`."""
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
-        evaluation = self._evaluation(choice)
+        evaluation = self._evaluation(choice, timed)
         told = {
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
@@ -318,25 +321,28 @@ class Planner:
         }
         return SearchResult(choice, space, tuple(states), told, evaluation, self.techniques)
 
-    def _evaluation(self, choice: Choice) -> Evaluation | None:
+    def _evaluation(self, choice: Choice, timed: bool) -> Evaluation | None:
         """Evaluate a choice. Cached, as searches with different prices often end with equal choices."""
         if self.evaluator is None:
             return None
         parts = (choice.strategies, choice.inputs, choice.hubs)
         key = (self.techniques, choice.again, *(frozenset(part.items()) for part in parts))
-        if key not in self._evaluated:
-            self._evaluated[key] = self.evaluator(choice)
+        if key not in self._evaluated or (timed and not self._evaluated[key].timed):
+            self._evaluated[key] = self.evaluator(choice, timed=timed)
         return self._evaluated[key]
 
-    def settled(self, found: SearchResult) -> SearchResult:
-        """A choice that is to be answered, evaluated in full unless the model is so large that it would take long."""
-        if (
-            self.evaluator is None
-            or self.nodes > AUTO.full_nodes
-            or (found.evaluation is not None and found.evaluation.in_full)
+    def settled(self, found: SearchResult, *, timed: bool = True) -> SearchResult:
+        """A choice that is to be answered, evaluated in full unless the model is so large that it would take long; its
+        bytes alone unless `timed`."""
+        known = found.evaluation
+        if self.evaluator is None or (
+            known is not None and (known.in_full or self.nodes > AUTO.full_nodes) and known.timed >= timed
         ):
             return found
-        evaluation = self.evaluator.in_full(found.choice)
+        if self.nodes > AUTO.full_nodes:
+            evaluation = self.evaluator(found.choice, timed=timed)
+        else:
+            evaluation = self.evaluator.in_full(found.choice, timed=timed)
         return replace(found, claims={**found.claims, **_evaluated(evaluation)}, evaluation=evaluation)
 
     def tell(self, stage: str, price: float | None = None, bound: float | None = None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.budget import TECHNIQUES
+from meshwright.search.budget import MEMORY, TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
@@ -26,7 +26,7 @@ from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
-from meshwright.search.least_memory import any_fits, lowest_peak, saved
+from meshwright.search.least_memory import any_fits, lowest_peak, lowest_peak_of, saved
 from meshwright.search.memory_limit import fits_in_both, limited, offer
 from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import solve
@@ -44,6 +44,7 @@ def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload:
             return auto(planner)
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
+    planner.tell("the least memory")
     space = planner.space(families_of(planner)[0][1])
     nearest: SearchResult | None = None
     base: SearchResult | None = None
@@ -68,7 +69,6 @@ def _open(
     seen = [base] if base is not None else []
     if base is not None and planner.request.stop.now():
         return base
-    limit = planner.request.memory_bytes or math.inf
     over = dimensions(planner, offload=offload)
     wide = wider(planner, over, offload=offload)
     decided = base is None or base.claims.get("memory_decided", False)
@@ -84,7 +84,7 @@ def _open(
         share = f"computing alone takes {least / _step(base):.1%} of the step, whatever the techniques"
         names = ", ".join(d.name for d in wide if len(d.values) > 1)
         return replace(base, claims={**base.claims, "choices": (f"auto did not look at {names}: {share}",)})
-    if base is None and least_bytes(planner.under(_last(planner, wide)), space) > limit:
+    if base is None and _is_hopeless(planner, space, wide):
         raise _hopeless(planner, wide, nearest)
     return _best(planner, space, (over, wide), base, nearest, seen)
 
@@ -388,6 +388,20 @@ def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: SearchResu
         why = f"with {point.techniques}: {error.why}"
         return DoesNotFit(error.what, why=why, hint=error.hint, parts=error.parts, changes=error.changes)
     return too_large(planner, nearest)
+
+
+def _is_hopeless(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> bool:
+    """True if no choice fits by its sums under the techniques that leave least on a rank; or if the sums leave little
+    room, and the least-memory choices are simulated to take far more than the limit: no search comes down so far."""
+    limit, under = planner.request.memory_bytes or math.inf, planner.under(_last(planner, over))
+    if (least := least_bytes(under, space)) > limit:
+        return True
+    if least <= MEMORY.little_room * limit:
+        return False
+    try:
+        return MEMORY.within_reach * lowest_peak_of(under) > limit
+    except PlanError:  # more micro-batches than a rank has examples
+        return False
 
 
 def _fits_with_least_memory(planner: Planner) -> bool:

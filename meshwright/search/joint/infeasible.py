@@ -34,8 +34,9 @@ def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits 
     """
     wanted, places = planner.request.memory_bytes or 0.0, planner.request.places
     what = f"no plan fits into {show_bytes(wanted / places)} per rank"
-    if planner.request.any_fits:
+    if planner.request.any_fits or not planner.request.reasons:
         return DoesNotFit(what, why="nor does the one that takes least", hint="a larger limit")
+    planner.tell("what would fit")
     space = planner.space(families_of(planner)[0][1])
     memory, limit = planner.memory(space), planner.limit(space) or 0.0
     least = [_least(space, memory, t) for t in range(memory.instants)]
@@ -43,7 +44,10 @@ def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits 
     known = least_bytes_of(planner)
     fixed = wanted - limit  # what no choice changes
     peak = planner.peak_bytes(known) if known is not None else max(least) + fixed
-    changes = dict([*_states(planner, fits), *_micro_batches(planner, fits), *_techniques(planner, fits)])
+    # Where the host has the optimizer, a device has no fewer bytes with fewer of its states.
+    hosted = "optimizer" in planner.techniques.offload and peak > wanted
+    fewer = () if hosted else _states(planner, fits)
+    changes = dict([*fewer, *_micro_batches(planner, fits), *_techniques(planner, fits)])
     changes[f"{enough_bytes(peak / places)} per rank{' or more' * (places > 1)}"] = {"memory": peak / places}
     together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
     if least[worst] > limit:

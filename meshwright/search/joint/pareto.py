@@ -60,8 +60,8 @@ class Front:
     techniques, and `misses` those of all candidates; `late`: by how much later than it must a step ended, under a
     policy of recompute, the one that was least late; `lates`: the same of each that was simulated under techniques,
     and `soonest` the least of these in whatever micro-batches; `hosted`: what the host holds beyond sums, of the
-    one with least of it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `solved`:
-    problems with what was found."""
+    one with least of it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `full_models`:
+    its sums for stages, likewise; `solved`: problems with what was found."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
@@ -72,6 +72,7 @@ class Front:
     soonest: dict[Techniques, float] = field(default_factory=dict)
     hosted: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
+    full_models: dict[tuple[Candidate, Techniques], Any] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     solved: MutableMapping[Problem, Solution] = field(default_factory=WeakKeyDictionary)

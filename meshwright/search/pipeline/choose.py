@@ -157,6 +157,8 @@ def _best(
 ) -> Plan | None:
     """The best plan in stages that is worth it, if any is; ended early, the best so far. `hurried`: whether the search
     for configurations may end before any of them is planned."""
+    if made is None and world.least_bytes > (world.request.memory_bytes or float("inf")):
+        return None
     enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
     before = "nothing fits in one stage"
     if made is not None:
@@ -238,6 +240,12 @@ class _World:
             context = SearchContext(self.folds.graph, self.factors, mesh)
             self._planners[sizes] = Planner(context, self.folds, {}, replace(self.request, cluster=cluster))
         return self._planners[sizes]
+
+    @property
+    def least_bytes(self) -> float:
+        """What the busiest rank of no pipeline has less of: its share of the weights, which stay on the devices."""
+        weights = self.folds.full.input_of("parameter")
+        return sum(entry.type.size_bytes for entry in weights) / self.request.cluster.ranks
 
     @functools.cached_property
     def bounds(self) -> Bounds:

@@ -328,7 +328,9 @@ def staged(
 
 
 def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> FullModel:
-    """The sums of a choice, states and activations apart."""
+    """The sums of a choice, states and activations apart: one for all schedules and numbers of stages."""
+    if (known := made.full_models.get((candidate, techniques))) is not None:
+        return known
     space, memory = candidate.space, made.memory(candidate.space, techniques)
     owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
     each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
@@ -338,7 +340,7 @@ def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> 
     if techniques.recompute and queued is not None:
         plain = made.memory(space, replace(techniques, recompute=""))
         later = _kept_bytes(candidate, plain, owned)
-    return FullModel(
+    found = made.full_models[candidate, techniques] = FullModel(
         made.least_seconds(candidate, techniques),
         sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
         max((float(row.max()) / space.owners(owned[n]) for n, row in each.items()), default=0.0),
@@ -347,6 +349,7 @@ def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> 
         later + gathered,
         queued,
     )
+    return found
 
 
 def _queued(made: Front, techniques: Techniques) -> float | None:
