@@ -12,7 +12,11 @@ from meshwright.plan.plan import Plan
 
 log = logging.getLogger("meshwright")
 FREE = "costs nothing"  # what a remark says that is for whoever wants to know
-DESCRIBES = ("pipeline:", "optimizer parallel:")  # what remarks begin with that describe what was asked for
+DESCRIBES = (
+    "pipeline:",
+    "optimizer parallel:",
+    "shared cores:",
+)  # what remarks begin with that describe what was asked for
 _seen: set[tuple[str, str]] = set()
 _shown: ContextVar[bool] = ContextVar("shown", default=False)
 

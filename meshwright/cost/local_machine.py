@@ -19,6 +19,7 @@ from meshwright.core.type_guards import is_whole
 from meshwright.cost.cluster_data import Description, Device, Level
 from meshwright.errors import ClusterError
 
+SHARED = "cores shared by"  # of a device's name
 PROBE_SECONDS = 0.25  # of each of the two probes
 MATMUL = 768  # rows and columns: large enough for the peak, a call takes a few milliseconds
 COPY_BYTES = 32 << 20  # a thread; more than the caches of a core
@@ -38,7 +39,7 @@ def describe(nproc: int) -> Description:
             hint="Cluster.local(4)",
         )
     device = Device(
-        name=f"{cores()} cores shared by {nproc} rank{'s' if nproc > 1 else ''}",
+        name=f"{cores()} {SHARED} {nproc} rank{'s' if nproc > 1 else ''}",
         flops={"f64": flops_per_s("float64") / nproc, "f32": flops_per_s("float32") / nproc},
         memory_bytes=memory_bytes() // nproc,
         memory_bytes_per_s=copy_bytes_per_s() / nproc,

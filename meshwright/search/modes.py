@@ -12,6 +12,7 @@ from meshwright.core.folding import UNFOLDED, Folding
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, verify
 from meshwright.core.mesh import Mesh
+from meshwright.cost.local_machine import SHARED
 from meshwright.elsewhere import called_here
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.ops.analysis import expect_factors, factors_of
@@ -167,7 +168,7 @@ def _unfolded(
 def _remarks(folds: Folded, plan: Plan, request: Request | None) -> list[str]:
     """List the remarks on how a plan shards the full graph."""
     full, mesh, splits = folds.full, plan.mesh, plan.strategies
-    rough = _rough(request) if request is not None else ()
+    rough = (*_rough(request), *_shared(request)) if request is not None else ()
     return [*rough, *unknown(full, mesh, plan), *repeated(full, mesh, splits), *uneven(full, mesh, splits)]
 
 
@@ -284,6 +285,14 @@ def _rough(request: Request) -> tuple[str, ...]:
         f"seconds are rough: {len(void)} rows of the calibration of {request.cluster.name} were measured while the "
         "machine was not quiet; calibrate again",
     )
+
+
+def _shared(request: Request) -> tuple[str, ...]:
+    """List the remark on ranks that share the cores of this machine (`Cluster.local`)."""
+    device = request.cluster.device.name
+    if not (SHARED in device and device.endswith("ranks")):
+        return ()
+    return (f"shared cores: {device}; more ranks compute no more together, so fewer may be quicker",)
 
 
 def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> None:

@@ -1,4 +1,5 @@
-"""More ranks never make the plan of `auto` slower: what works on some of them only is a plan of all of them, too."""
+"""More ranks never make the plan of `auto` slower: what works on some of them only is a plan of all of them, too. Where
+ranks share cores they may, and the plan says so."""
 
 from __future__ import annotations
 
@@ -38,3 +39,12 @@ def test_more_ranks_are_never_slower(machine: str, most: int) -> None:
         steps.append(plan.claims["step_seconds"])
     assert steps[1] <= steps[0] * (1 + 1e-9), steps
     assert any("repeated" in name for name in plan.claims["candidates"])
+
+
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_a_plan_says_that_its_ranks_share_the_cores(mode: str) -> None:
+    for ranks in (1, 2):
+        request = request_for(mw.Cluster.local(ranks))
+        notes = [n for n in plan_captured(captured(), None, mode, None, request).notes if "shared cores" in n]
+        assert len(notes) == ranks - 1
+        assert all("cores shared by 2 ranks; more ranks compute no more together" in note for note in notes)
