@@ -18,6 +18,7 @@ python -m bench state                 saving and loading, against torch.distribu
 python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
 python -m bench recovery --events     what else breaks: seconds until the next step, steps lost, weights equal
 python -m bench ps                    parameter servers: pull, push, rows, a slow worker, memory; against rpc and Ray
+python -m bench ps-tables             tables on servers, data parallel and as auto plans them, with what is predicted
 python -m bench gpu                   what a CUDA device shows (`make gpu`); has options of its own: --help
 python -m bench predict               predicted against measured steps; has options of its own: --help
 """
@@ -76,6 +77,11 @@ def main() -> None:
         from bench.ps import main as ps
 
         ps()
+        return
+    if sys.argv[1:2] == ["ps-tables"]:
+        from bench.ps_tables import main as ps_tables
+
+        ps_tables()
         return
     if sys.argv[1:2] == ["guards"]:
         from bench.guards import main as guards

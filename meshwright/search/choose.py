@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.cycles import rare_collection
+from meshwright.errors import DoesNotFit
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.deadline import within_time
@@ -16,6 +17,7 @@ from meshwright.search.pipeline.choose import (
 )
 from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_meshes
 from meshwright.search.pipeline.refused import or_what_fits
+from meshwright.search.server_tables import or_servers, with_servers
 from meshwright.search.wanted import Wanted, mesh_from
 
 
@@ -28,7 +30,15 @@ def choose(wanted: Wanted) -> Plan:
     request.stop.begin()
     request.stop.disarm()
     with request.stop.on_ctrl_c():
-        return _chosen(wanted) if request.any_fits else within_time(request.stop, lambda: _chosen(wanted))
+        if request.any_fits:
+            return _chosen(wanted)
+        if wanted.mode not in (None, "auto"):
+            return within_time(request.stop, lambda: _chosen(wanted))
+        try:
+            made = within_time(request.stop, lambda: _chosen(wanted))
+        except DoesNotFit as error:
+            raise or_servers(error, wanted) from None
+    return with_servers(made, wanted)
 
 
 def _chosen(wanted: Wanted) -> Plan:
