@@ -55,7 +55,9 @@ def predicted(rows: int, examples: int) -> tuple[float, float, bool]:
     with shown_elsewhere():
         plan = mw.plan(net, given, loss=loss, cluster=cluster)
     captured = captured_of(net, given, loss)
-    wanted = Wanted(captured.graph, captured.folding, (), None, "auto", None, Request(cluster), NONE)
+    wanted = Wanted(
+        captured.graph, captured.folding, (), None, "auto", None, Request(cluster, simulate=True), NONE
+    )
     served = served_tables(wanted, float("inf"))
     servers = 1e3 * served.step_seconds if served is not None else float("nan")
     return 1e3 * plan.claims["step_seconds"], servers, any("parameter servers" in note for note in plan.notes)

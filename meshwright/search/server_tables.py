@@ -143,7 +143,7 @@ def _rest(wanted: Wanted, tables: Collection[str]) -> Plan | None:
     )
     few = len(wanted.graph.nodes) <= AUTO.full_nodes
     # a rank is compared with its limit later, with the rows of a step
-    alone = replace(request, stop=Stop(), hard=False, memory_bytes=None)
+    alone = replace(request, stop=Stop(), hard=False, memory_bytes=None, simulate=True)
     try:
         return plan_in_one_stage(
             replace(
