@@ -219,7 +219,8 @@ def _decided(planner: Planner, tried: _Tried) -> dict[str, bool]:
 
 def _smaller_limits(planner: Planner, tried: _Tried) -> None:
     """Simulate the choices that smaller and smaller limits lead to. They are the same whatever the limit of the request
-    is, so that a larger one knows those that a smaller one does: more memory makes no plan slower."""
+    is, so that a larger one knows those that a smaller one does: more memory makes no plan slower. They end where none
+    would be quicker even if all that it sends were hidden."""
     if planner.evaluator is None or planner.size > AUTO.lighter_size or _best(planner, tried) is None:
         return
     claims = _decided(planner, tried)
@@ -229,6 +230,8 @@ def _smaller_limits(planner: Planner, tried: _Tried) -> None:
         room = np.inf if (limit := planner.limit(space)) is None else limit
         seen = {found.states for _, found in tried.found if found.space is space}
         for choices in smaller_limits(planner, space, memory):
+            if min(map(floor.price, choices)) >= (_best(planner, tried) or np.inf):
+                break
             within = [s for s in choices if s not in seen and memory.totals(s).max() <= room]
             for states in within[: AUTO.smaller_simulations]:
                 if planner.request.stop.now():
