@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from meshwright.core.mesh import IN_TIME, Mesh
-from meshwright.partition.buckets import BUCKET_BYTES, BucketBytes, Gradient, fused_bytes
+from meshwright.partition.buckets import BUCKET_BYTES, BucketBytes, Gradient, balanced_bytes, fused_bytes
 from meshwright.plan.plan import Plan
 
 
@@ -22,14 +23,21 @@ def sizes(plan: Plan) -> Callable[[str, Sequence[str]], int]:
     return lambda kind, axes: given[kind] if kind in given else by_link(kind, axes)
 
 
-def gradient_bytes(plan: Plan) -> BucketBytes:
-    """Return the bytes of a bucket of gradients under a plan."""
-    found = sizes(plan)
+def gradient_bytes(plan: Plan, pending: Sequence[Gradient]) -> BucketBytes:
+    """Return the bytes of a bucket of gradients under a plan; `pending`: all that are reduced in a step."""
+    found, prices = sizes(plan), plan.prices
+    by_link = plan.techniques.fusion == "auto" and prices is not None and _known(plan.mesh, prices.rows)
+    totals: Counter[tuple[str, ...]] = Counter()
+    for gradient in pending:
+        totals[gradient.axes] += gradient.wire_bytes
 
     def size(gradient: Gradient) -> int:
         if gradient.parted and gradient.cut:
             return found("reduce_scatter", gradient.cut)
-        return found("all_reduce", gradient.axes)
+        limit, axes = found("all_reduce", gradient.axes), gradient.axes
+        if not by_link or prices is None:
+            return limit
+        return min(limit, balanced_bytes("all_reduce", plan.mesh, axes, prices, totals[axes]))
 
     return size
 

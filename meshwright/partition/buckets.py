@@ -26,15 +26,35 @@ def fused_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> i
 
     The result is between 1 and 100 MiB, and 25 MiB for an unknown link.
     """
+    as_long = latency_bytes(kind, mesh, axes, prices)
+    if as_long is None:
+        return BUCKET_BYTES
+    return min(max(int(as_long * (1 / LATENCY_SHARE - 1)), LEAST_BYTES), MOST_BYTES)
+
+
+def balanced_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices, total_bytes: int) -> int:
+    """Return the bytes above which gradients of `total_bytes` would leave too much for after backward.
+
+    Small buckets cost a latency each, and of a large one all bytes are sent when backward has ended. The sum of both is
+    least at the root of `total_bytes` times the bytes sent in a latency; as latencies hide too, it is twice that. The
+    result is at least 1 MiB, and all bytes for an unknown link.
+    """
+    as_long = latency_bytes(kind, mesh, axes, prices)
+    if as_long is None:
+        return max(total_bytes, LEAST_BYTES)
+    return max(int(2 * math.sqrt(total_bytes * as_long)), LEAST_BYTES)
+
+
+def latency_bytes(kind: str, mesh: Mesh, axes: Sequence[str], prices: Prices) -> float | None:
+    """Return the bytes (of the full tensor) that take as long as a collective's latency; None for an unknown link."""
     latency, per_byte = prices.law(kind, mesh, axes)
     if not (math.isfinite(latency) and math.isfinite(per_byte) and per_byte > 0):
-        return BUCKET_BYTES
+        return None
     members = mesh.count(axes)
     sent_share = wire_elements(kind, members, 1, 1) / (
         members if kind in ("all_gather", "reduce_scatter") else 1
     )
-    enough = latency * (1 / LATENCY_SHARE - 1) / (per_byte * sent_share) if sent_share else 0.0
-    return min(max(int(enough), LEAST_BYTES), MOST_BYTES)
+    return latency / (per_byte * sent_share) if sent_share else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ def stage_seconds(
     """
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
-    groups = fill(pending_gradients(parts), cluster.device_type, gradient_bytes(parts.plan))
+    pending = pending_gradients(parts)
+    groups = fill(pending, cluster.device_type, gradient_bytes(parts.plan, pending))
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     held, slowdown = summed_first(parts), cluster.measured.slowdown
 

@@ -148,7 +148,7 @@ def filled(
     step: Issued, parts: Partition, cluster: Cluster, *, bucket_bytes: BucketBytes | None = None
 ) -> tuple[Task, ...]:
     """Return the tasks of a step with the buckets of a program."""
-    size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+    size = gradient_bytes(parts.plan, step.gradients) if bucket_bytes is None else bucket_bytes
     groups = fill(step.gradients, cluster.device_type, size)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     ends = sum(isinstance(item, Arrival) and item.ends for item in step.items)

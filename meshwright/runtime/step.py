@@ -160,7 +160,7 @@ class LocalStep:
         parts = self.parts
         described = [g for g in pending_gradients(parts) if g.name in self.weights]
         pending = [(self.weights[g.name], g.axes) for g in described]
-        size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        size = gradient_bytes(parts.plan, described) if bucket_bytes is None else bucket_bytes
         with self.host_parameters.away():  # buckets lie where gradients arrive
             return self.state.shared_buckets(
                 GradientBuckets(

@@ -13,7 +13,7 @@ from meshwright.compile import captured_of, lower, values_of
 from meshwright.core.mesh import Mesh
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
-from meshwright.partition.buckets import fused_bytes
+from meshwright.partition.buckets import balanced_bytes, fused_bytes
 from meshwright.redistribute import Prices
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
@@ -101,3 +101,13 @@ def test_a_bucket_is_as_large_as_its_latency_asks(kind: str) -> None:
     assert fused_bytes(kind, mesh, axes, Prices.ring(1e-9, 1e9)) == 1 << 20
     assert fused_bytes(kind, mesh, axes, Prices.ring(1.0, 1e9)) == 100 << 20
     assert fused_bytes(kind, mesh, axes, Prices(())) == 25 << 20
+
+
+def test_a_bucket_is_at_most_balanced_between_latency_and_what_is_left_after_backward() -> None:
+    mesh, prices = Mesh.of(dp=4), Prices.ring(1e-4, 1e9)
+    axes = mesh.resolve("dp")
+    as_long = 1e-4 * 6 * 1e9 / (2 * 3 / 4)  # bytes that take as long as the latency of six rounds
+    size = balanced_bytes("all_reduce", mesh, axes, prices, 16 << 20)
+    assert size == pytest.approx(2 * ((16 << 20) * as_long) ** 0.5, rel=1e-6)
+    assert balanced_bytes("all_reduce", mesh, axes, prices, 1 << 10) == 1 << 20
+    assert balanced_bytes("all_reduce", mesh, axes, Prices(()), 3 << 20) == 3 << 20

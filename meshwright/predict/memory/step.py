@@ -79,7 +79,7 @@ class StepWalk(ForwardWalk):
         described = pending_gradients(parts)
         if stage is not None:  # the rank has no others
             described = [g for g in described if g.name in self.trained or g.name in beside.trained]
-        size = gradient_bytes(parts.plan) if bucket_bytes is None else bucket_bytes
+        size = gradient_bytes(parts.plan, described) if bucket_bytes is None else bucket_bytes
         groups = fill(described, device, size)
         self.groups = groups if stage is None else _of_stage(groups, self.trained - beside.counted)
         mine = None if stage is None else self.trained
