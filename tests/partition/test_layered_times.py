@@ -58,9 +58,9 @@ class Both:
         self.added: list[tuple[int, ...]] = []  # layers that were put in
         few, full = Evaluator.__call__, Evaluator.in_full
 
-        def both(evaluator: Evaluator, choice: Choice) -> Evaluation:
-            evaluation = few(evaluator, choice)
-            if not evaluation.in_full:
+        def both(evaluator: Evaluator, choice: Choice, *, timed: bool = True) -> Evaluation:
+            evaluation = few(evaluator, choice, timed=timed)
+            if timed and not evaluation.in_full:
                 self.seen.append((evaluation, full(evaluator, choice)))
             return evaluation
 
