@@ -142,8 +142,9 @@ def measured(bench: Bench, name: str, measure: Measure) -> MeasuredRow:
 def machine(bench: Bench) -> dict[str, Any]:
     """Describe the machine: all that a cluster needs besides rates."""
     if bench.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(bench.device)
-        name, memory = properties.name, properties.total_memory
+        name = torch.cuda.get_device_properties(bench.device).name
+        # What a step may have: neither the context of CUDA nor what other programs hold.
+        memory = torch.cuda.mem_get_info(bench.device)[0] + torch.cuda.memory_reserved(bench.device)
     else:
         name, memory = (
             f"{bench.cores} processor cores shared by {bench.here}",
