@@ -2,30 +2,69 @@
 
 What is more than a plain operator (collectives, our kernels, what is recomputed, offloaded or random) runs between the
 compiled pieces as ever. So the order of collectives and the random numbers are those of the program as it is.
+
+Backward of a compiled piece gives all its gradients at its end. Where gradients are reduced over ranks, a piece ends
+with each layer, so that those of one layer are sent while the next is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
+from meshwright.core.folding import layer_of
+from meshwright.core.graph import Graph
+
 BACKEND = "inductor"
+BORDER = "border_of_layers"
 
 
-def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
+class Border(torch.nn.Module):
+    """Ends a compiled piece; does nothing."""
+
+    def forward(self) -> None:
+        """Nothing."""
+
+
+def compiled(module: Callable[..., Any], borders: Collection[str] = ()) -> Callable[..., Any]:
     """Return a program that compiles when it first runs. Errors in it name no line of the model.
 
-    The module is changed: its submodules are marked to run as they are.
+    The module is changed: its submodules are marked to run as they are. `borders`: nodes of its graph before which a
+    compiled piece ends.
     """
     if not isinstance(module, fx.GraphModule):
         return module
     vars(module).pop("forward", None)  # it catches errors, and nothing can be compiled within that
+    _insert(module, borders)
     for child in module.children():
         child.forward = torch.compiler.disable(child.forward)
     return torch.compile(module, backend=BACKEND, dynamic=False)
 
 
-__all__ = ["compiled"]
+def borders_of(graph: Graph) -> frozenset[str]:
+    """Return the nodes with which layers begin."""
+    found, before = list[str](), ""
+    for node in graph.nodes:
+        layer = layer_of(node.module)
+        if layer and layer != before:
+            found.append(node.name)
+            before = layer
+    return frozenset(found)
+
+
+def _insert(module: fx.GraphModule, borders: Collection[str]) -> None:
+    of = module.meta["nodes"]  # name in the code → node
+    places = [node for node in module.graph.nodes if of.get(node.name) in borders]
+    if not places:
+        return
+    module.add_submodule(BORDER, Border())
+    for place in places:
+        with module.graph.inserting_before(place):
+            module.graph.call_module(BORDER)
+    module.recompile()
+
+
+__all__ = ["borders_of", "compiled"]

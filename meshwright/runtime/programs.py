@@ -12,6 +12,7 @@ from meshwright.core.graph import Graph
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.activation_offload import activations_in, room_bytes, settled_before
+from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.localize import late_values
 from meshwright.partition.micro_batches import full_batch, micro_batches_of
@@ -24,9 +25,9 @@ from meshwright.runtime.accumulation import Accumulation
 from meshwright.runtime.activation_offload import Store
 from meshwright.runtime.build_module import BuildOptions, build_module
 from meshwright.runtime.collectives import Handle
-from meshwright.runtime.compiled import compiled
+from meshwright.runtime.compiled import borders_of, compiled
 from meshwright.runtime.kernels.split_linear import Queue
-from meshwright.runtime.micro_batches import Build, modules_in_time, order_of_one_rank, step_actions
+from meshwright.runtime.micro_batches import Build, Segments, modules_in_time, order_of_one_rank, step_actions
 from meshwright.runtime.parameter_offload import Fetches, HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
@@ -118,10 +119,19 @@ class Programs:
         """Build the modules of some stages, whose segments each micro-batch has side by side."""
         found = modules_in_time(programs, self.parts.plan.mesh, self.enter, build, self.parts.copies)
         if self.rank.compiles:
-            made = {id(m): compiled(m) for _, modules in found for m in modules}  # many are the same
-            found = [(segments, [made[id(m)] for m in modules]) for segments, modules in found]
+            found = self._compiled(found)
         for index, s in enumerate(numbers):
             self.programs[s] = [(segments[index], modules[index]) for segments, modules in found]
+
+    def _compiled(self, found: Iterable[Segments]) -> list[Segments]:
+        """Compile modules, each once though micro-batches have it in common."""
+        reduced = bool(pending_gradients(self.parts))
+        made: dict[int, Callable[..., Any]] = {}
+        for segments, modules in found:
+            for segment, module in zip(segments, modules, strict=True):
+                if id(module) not in made:
+                    made[id(module)] = compiled(module, borders_of(segment.graph) if reduced else ())
+        return [(segments, [made[id(m)] for m in modules]) for segments, modules in found]
 
     def _actions(self, training: bool) -> tuple[Action, ...]:
         pipe, in_time = self.pipe, self.in_time

@@ -195,8 +195,7 @@ def train_step(
         cache: A folder in which captures are stored for the next start.
         max_programs: How many programs, for different shapes, modes and frozen parameters, are kept.
         compile: Compile each program with `torch.compile` when it first runs. Collectives, recomputed operators and
-            random numbers stay as they are. Gradients arrive together at the end of backward, so that their reduction
-            overlaps with less.
+            random numbers stay as they are, and gradients of a layer are reduced while the next is computed.
         mode: As in `mw.plan`, or ``"parameter_server"``: the model runs eagerly, what `mw.on_server` marks lives on
             servers, and each worker trains its rows of the batch. The result is a `ServerStep`; its loss is that of
             these rows, and `loss` is a mean over examples. Apart from `staleness`, no option below `loss` applies.

@@ -14,9 +14,14 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.capture.pytree import leaves
+from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.errors import RunError
 from meshwright.examples import gpt, recommender, zoo
 from meshwright.runtime import compiled
+from meshwright.runtime.communicator import Counter
+from meshwright.runtime.rank import Rank
+from meshwright.runtime.step import LocalStep
 from tests.breadth import quick
 from tests.runtime.test_processes import succeed
 
@@ -78,6 +83,16 @@ def test_each_shape_is_compiled_once(backend: list[int]) -> None:
     step(batch)
     step(half)
     assert len(backend) == 2 * once
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_piece_ends_with_each_layer_where_gradients_are_reduced(ranks: int, backend: list[int]) -> None:
+    model, batch, loss = gpt.build(gpt.GPTConfig(layers=3), batch=4)
+    captured = captured_of(model, batch, loss)
+    parts = lower(captured, plan_captured(captured, {"dp": ranks}, "data_parallel", None))
+    rank = Rank(Counter(parts.plan.mesh, 0), torch.device("cpu"), compiles=True)
+    LocalStep(parts, rank, values_of(model, captured), None).gradients(dict(leaves(batch)))
+    assert sum(size > 10 for size in backend) == (1 if ranks == 1 else 3)
 
 
 def test_anomalies_are_looked_for_in_programs_as_they_are() -> None:
