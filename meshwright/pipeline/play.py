@@ -6,7 +6,9 @@ rank, and has arrived.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,7 +57,7 @@ class Played:
 
 def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float | Seconds = 0.0) -> Played:
     """Play a schedule. `message_seconds`: how long a value or gradient takes from one rank to another, the same for all
-    or by the action that it is for.
+    or by the action that it is for. From a rank to another messages go one after the other.
 
     Raises PlanError that names the first action that is wrong, missing, or waits for ever.
     """
@@ -64,6 +66,7 @@ def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float | 
     place, now = [0] * count, [0.0] * count
     times: list[list[tuple[Action, float, float]]] = [[] for _ in range(count)]
     done: dict[tuple[str, int, int], float] = {}
+    links: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     moved = True
     while moved:
         moved = False
@@ -74,7 +77,11 @@ def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float | 
                 if any(when is None for when, _ in needs):
                     break
                 sent = message_seconds(action) if callable(message_seconds) else message_seconds
-                arrived = [w + (sent if at != rank else 0.0) for w, at in needs if w is not None]
+                arrived = [
+                    w if at == rank else _arrival(links[at, rank], w, sent)
+                    for w, at in needs
+                    if w is not None
+                ]
                 begin = max([now[rank], *arrived])
                 now[rank] = begin + seconds(action)
                 times[rank].append((action, begin, now[rank]))
@@ -86,6 +93,18 @@ def play(schedule: Schedule, seconds: Seconds = units, message_seconds: float | 
     if stuck:
         raise _deadlock(schedule, stuck, place, done)
     return Played(schedule, tuple(map(tuple, times)), tuple(map(_peak, schedule.actions)))
+
+
+def _arrival(link: list[tuple[float, float]], ready: float, seconds: float) -> float:
+    """Return when a message arrives that is `ready` for a link, and note it among the times in which that is busy."""
+    if seconds <= 0.0:
+        return ready
+    place = max(0, bisect_right(link, (ready, math.inf)) - 1)
+    while place < len(link) and link[place][0] < ready + seconds:
+        ready = max(ready, link[place][1])
+        place += 1
+    link.insert(place, (ready, ready + seconds))
+    return ready + seconds
 
 
 def check_complete(schedule: Schedule) -> None:

@@ -147,3 +147,12 @@ def test_a_drawing_tells_the_stages_of_a_rank_apart():
     found = [word.strip("─·") for word in lines[1].partition("│")[2].partition("│")[0].split()]
     assert {"F0", "f0", "I1", "i1", "W1", "w1"} <= set(found)
     assert not any(c.islower() for c in draw(play(make("1f1b", 2, 2)), width=96).splitlines()[1][10:90])
+
+
+def test_messages_from_a_rank_to_another_go_one_after_the_other() -> None:
+    """Not all of GPipe's at once: a link that takes five times a forward's time decides how long eight take."""
+    slow = play(make("gpipe", 2, 8), message_seconds=5.0)
+    first, *_, last = [begin for a, begin, _ in slow.times[1] if a.kind == "forward"]
+    assert (first, last) == (6.0, 6.0 + 7 * 5.0)
+    quick = play(make("gpipe", 2, 8), message_seconds=0.5)  # the next one is made later than that
+    assert [begin for a, begin, _ in quick.times[1] if a.kind == "forward"] == [1.5 + m for m in range(8)]
