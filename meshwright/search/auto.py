@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,7 +59,7 @@ def auto(planner: Planner) -> SearchResult:
         fitting = [("the least-memory plan", found)]
         tried.found += fitting
     label, best, sure = _settled(planner, fitting, min(tried.steps.values(), default=0.0))
-    steps = {n: step_of(f) if fits(planner, f) else None for n, f in tried.found}
+    steps = _quickest((n, step_of(f) if fits(planner, f) else None) for n, f in tried.found)
     claims = {
         **best.claims,
         "space": " and ".join(tried.steps) or best.claims.get("space", "recipes"),
@@ -93,6 +93,15 @@ def _look(planner: Planner, tried: _Tried) -> None:
             planner.tell("recursion within memory", step_of(found), None)
 
 
+def _quickest(named: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
+    """The shortest step of each name, of which there may be several; None where none fits."""
+    found: dict[str, float | None] = {}
+    for name, step in named:
+        before = found.get(name)
+        found[name] = step if before is None else before if step is None else min(before, step)
+    return found
+
+
 def _take(planner: Planner, tried: _Tried, name: str, found: SearchResult) -> None:
     tried.found.append((name, found))
     if fits(planner, found):
@@ -109,7 +118,7 @@ def _settled(
     search that was ended early one is evaluated in full, so that what is answered is true."""
     ranked = sorted(fitting, key=lambda named: step_of(named[1]))
     kept: list[tuple[str, SearchResult]] = []
-    evaluated: dict[str, float | None] = {}
+    evaluated: list[tuple[str, float | None]] = []
     for name, found in ranked[: AUTO.evaluated_in_full]:
         best = min((step_of(f) for _, f in kept), default=np.inf)
         if kept and step_of(found) >= max(best, (1 + AUTO.doubt) * step_of(ranked[0][1])):
@@ -119,11 +128,11 @@ def _settled(
         if kept and planner.request.stop.now():
             break
         sure = planner.settled(found)
-        evaluated[name] = step_of(sure) if fits(planner, sure) else None
+        evaluated.append((name, step_of(sure) if fits(planner, sure) else None))
         if fits(planner, sure):
             kept.append((name, sure))
     label, best_found = min(kept or ranked, key=lambda named: step_of(named[1]))
-    return label, best_found, evaluated
+    return label, best_found, _quickest(evaluated)
 
 
 def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
