@@ -50,7 +50,10 @@ class HostLink:
     def back(self, x: torch.Tensor) -> Copy:
         """Start to copy a tensor of the host to the device."""
         made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=self.device)
-        return self._copied(x, made)
+        copy = self._copied(x, made)
+        if self._stream is None:
+            copy.take()  # it is over: the source may go
+        return copy
 
     def _copied(self, x: torch.Tensor, made: torch.Tensor) -> Copy:
         if self._stream is None:
