@@ -95,7 +95,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=TOTAL, help="of all checks; the last may have less time"
     )
-    parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", default=[])
+    spelt = {name.replace(" ", "-"): name for name in CHECKS}
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        type=lambda text: spelt.get(text, text),
+        choices=tuple(CHECKS),
+        metavar="CHECK",
+        default=[],
+        help="some of: " + ", ".join(spelt),
+    )
     parser.add_argument("--check", choices=tuple(CHECKS), help=argparse.SUPPRESS)  # what the processes run
     return parser.parse_args(arguments)
 

@@ -7,6 +7,9 @@ CALLED_HERE = {
         'mode="auto" with cluster=, or one of the searches by its name',
         "how-to/plan-for-a-cluster.md",
     ),
+    **dict.fromkeys(
+        ("compile", "torch_compile"), ("mw.train_step(…, compile=True), beside any plan", "how-to/compile.md")
+    ),
     "semi_auto_parallel": ('mode="semi_auto"', "how-to/come-from-mindspore.md"),
     "hybrid_parallel": (
         'a model that shards itself: mw.world(mesh), and mw.manual_step(…, local_parameters=("experts.*",))',

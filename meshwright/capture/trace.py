@@ -368,6 +368,13 @@ def _explain(error: Exception) -> CaptureError:
         if depends
         else "the model cannot be exported"
     )
+    if "meta" in first and "two devices" in first:
+        return CaptureError(
+            "the model and the batch are on different devices",
+            why=f"{type(error).__name__}: {first[:300]}",
+            where=_user_line(error),
+            hint="make the batch where the model is: with torch.device('meta'): batch = …",
+        )
     return CaptureError(
         what,
         why=f"{type(error).__name__}: {first[:300]}",

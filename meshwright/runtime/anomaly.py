@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from meshwright.core.graph import Graph, Node
-from meshwright.errors import RunError
+from meshwright.runtime.compiled import Compiled
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.local_batch import Given
 from meshwright.runtime.programs import Program
@@ -128,8 +128,8 @@ class Watch:
         """The program of each micro-batch, to run operator by operator. `first`: the place of its first operator."""
         found: list[Program] = []
         for number, (segment, module) in enumerate(programs):
-            if not isinstance(module, fx.GraphModule):
-                raise RunError("find_anomaly of a program that was compiled", hint="without torch.compile")
+            module = module.plain if isinstance(module, Compiled) else module
+            assert isinstance(module, fx.GraphModule)
             found.append((segment, _Watched(self, module, segment.graph, segment.results, number, first)))
         return found
 

@@ -9,6 +9,8 @@ with each layer, so that those of one layer are sent while the next is computed.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import fx
 from meshwright.core.folding import layer_of
 from meshwright.core.graph import Graph
 
+log = logging.getLogger("meshwright")
 BACKEND = "inductor"
 BORDER = "border_of_layers"
 
@@ -29,11 +32,32 @@ class Border(torch.nn.Module):
         """Nothing."""
 
 
-def compiled(module: Callable[..., Any], borders: Collection[str] = ()) -> Callable[..., Any]:
+class Compiled:
+    """A program that compiles when it first runs. `plain`: the same, operator by operator."""
+
+    def __init__(self, plain: fx.GraphModule, says: bool) -> None:
+        """`says`: log the compilation, which takes seconds."""
+        self.plain, self._run = plain, torch.compile(plain, backend=BACKEND, dynamic=False)
+        self._says = says
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program."""
+        if not self._says:
+            return self._run(*args)
+        self._says, began = False, time.perf_counter()
+        log.warning("compiling a program of %d operators", len(self.plain.graph.nodes))
+        made = self._run(*args)
+        log.warning("compiled its forward in %.1f s; backward follows", time.perf_counter() - began)
+        return made
+
+
+def compiled(
+    module: Callable[..., Any], borders: Collection[str] = (), says: bool = False
+) -> Callable[..., Any]:
     """Return a program that compiles when it first runs. Errors in it name no line of the model.
 
     The module is changed: its submodules are marked to run as they are. `borders`: nodes of its graph before which a
-    compiled piece ends.
+    compiled piece ends. `says`: log when it compiles.
     """
     if not isinstance(module, fx.GraphModule):
         return module
@@ -41,7 +65,7 @@ def compiled(module: Callable[..., Any], borders: Collection[str] = ()) -> Calla
     _insert(module, borders)
     for child in module.children():
         child.forward = torch.compiler.disable(child.forward)
-    return torch.compile(module, backend=BACKEND, dynamic=False)
+    return Compiled(module, says)
 
 
 def borders_of(graph: Graph) -> frozenset[str]:
@@ -67,4 +91,4 @@ def _insert(module: fx.GraphModule, borders: Collection[str]) -> None:
     module.recompile()
 
 
-__all__ = ["borders_of", "compiled"]
+__all__ = ["Compiled", "borders_of", "compiled"]

@@ -130,7 +130,8 @@ class Programs:
         for segments, modules in found:
             for segment, module in zip(segments, modules, strict=True):
                 if id(module) not in made:
-                    made[id(module)] = compiled(module, borders_of(segment.graph) if reduced else ())
+                    borders = borders_of(segment.graph) if reduced else ()
+                    made[id(module)] = compiled(module, borders, says=self.rank.comm.rank == 0)
         return [(segments, [made[id(m)] for m in modules]) for segments, modules in found]
 
     def _actions(self, training: bool) -> tuple[Action, ...]:

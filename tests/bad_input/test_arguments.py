@@ -59,6 +59,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another model to copy to": (
         lambda: train().copy_to(torch.nn.Linear(2, 2)), RunError, "tensors have no place in this model",
     ),
+    "compile as a word": (lambda: train(compile="yes"), RunError, "compile="),
+    "compile for a plan": (
+        lambda: mw.plan(*built()[:2], loss=built()[2], mesh=2, compile=True), PlanError, "beside any plan",
+    ),
+    "a model on the meta device with a batch that is not": (
+        lambda: mw.plan(built()[0].to("meta"), built()[1], loss=built()[2], mesh=2), CaptureError, "make the batch",
+    ),
     "a number for a plan": (lambda: train(plan=3, mesh=None), PlanError, "plan=3"),
     "a number for a plan of a forward pass": (lambda: forward(plan=3, mesh=None), PlanError, "plan=3"),
     "a number for a plan to prove": (

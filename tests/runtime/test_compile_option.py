@@ -16,7 +16,6 @@ import torch
 import meshwright as mw
 from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.errors import RunError
 from meshwright.examples import gpt, recommender, zoo
 from meshwright.runtime import compiled
 from meshwright.runtime.communicator import Counter
@@ -95,11 +94,16 @@ def test_a_piece_ends_with_each_layer_where_gradients_are_reduced(ranks: int, ba
     assert sum(size > 10 for size in backend) == (1 if ranks == 1 else 3)
 
 
-def test_anomalies_are_looked_for_in_programs_as_they_are() -> None:
+def test_anomalies_are_found_in_programs_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     model, batch, loss = gpt.build()
     step = mw.train_step(model, adamw, batch, loss=loss, mesh=1, compile=True)
-    with pytest.raises(RunError, match="compiled"):
-        step.find_anomaly(batch)
+    step(batch)
+    assert sum("compiling a program" in line for line in caplog.messages) == 1
+    assert step.find_anomaly(batch) is None
+    with step.full() as full, torch.no_grad():
+        full.head.weight.fill_(float("inf"))
+    found = step.find_anomaly(batch)
+    assert found is not None and "head" in str(found)
 
 
 BODY = """
