@@ -101,9 +101,10 @@ def test_anomalies_are_found_in_programs_as_they_are(caplog: pytest.LogCaptureFi
     assert sum("compiling a program" in line for line in caplog.messages) == 1
     assert step.find_anomaly(batch) is None
     with step.full() as full, torch.no_grad():
-        full.head.weight.fill_(float("inf"))
+        full.blocks[0].up.weight.fill_(3e38)
     found = step.find_anomaly(batch)
-    assert found is not None and "head" in str(found)
+    assert found is not None and (found.phase, found.kind) == ("forward", "inf")
+    assert found.op == "aten.linear.default" and "gpt.py" in found.source
 
 
 BODY = """
