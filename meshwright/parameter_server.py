@@ -51,6 +51,7 @@ SHARES = "each worker trains its share of every batch"
 STEP = "meshwright_server_step"
 Weight = Callable[[Any], float]
 Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
+Describe = Callable[[Any, int], str]  # a batch, its step from 1 → what is compared with other workers
 
 
 def examples(batch: Any) -> float:
@@ -108,8 +109,10 @@ class ServerStep:
         staleness: int | None,
         weight: Weight = examples,
         share: Share | None = None,
+        describe: Describe | None = None,
     ) -> None:
-        """`share`: what this worker trains of a batch that all are given; None for a batch of its own."""
+        """`share`: what this worker trains of a batch that all are given; None for a batch of its own. `describe`: what
+        shows whether all were given the same."""
         if STEP in vars(model):
             raise ServerError(
                 "this model has a step with parameters on servers already", hint="use that step"
@@ -130,9 +133,12 @@ class ServerStep:
         if isinstance(transport, Remote) and os.environ.get(JOINS):
             number = self._comes_late(transport, share is not None)
         job = transport.meeting.job if isinstance(transport, Remote) else "alone"
-        # what is on no server is lost when all workers start again, so what servers have would not fit it
-        attempt = of_job.attempt() if self._rest else 0
-        self._declare = m.Declare(job, parameters, spread(parameters, servers), staleness, count, attempt)
+        # What is on no server is lost when all workers start again, so what servers have would not fit it. Shares of a
+        # step that was pushed in part would not either.
+        shares = share is not None
+        attempt = of_job.attempt() if self._rest or shares else 0
+        spread_now = spread(parameters, servers)
+        self._declare = m.Declare(job, parameters, spread_now, staleness, count, attempt, shares)
         self.rank = number
         self.worker = Worker(transport, number, self._declare)
         if number == 0:
@@ -151,6 +157,7 @@ class ServerStep:
         self._world = _world() if self._rest and count > 1 else None
         if self._world is not None:
             start_equal(self._world.comm, self._world.device, self._rest, 0)
+        self._shares, self._describe = shares, describe if shares and count > 1 else None
         self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
         unable = ALL_REDUCED if self._world is not None else SHARES if share is not None and count > 1 else ""
         take_part(launched_rank(), unable)
@@ -199,19 +206,21 @@ class ServerStep:
         ``mode="parameter_server"`` all workers are given the global batch, and each trains its share of it.
 
         In step (``staleness=0``) the update is that of one device on all workers' batches together, if the loss is a
-        mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError.
+        mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError; with
+        that mode also where another worker has ended before, and BatchError where workers passed different batches.
         """
+        batches = "" if self._describe is None else self._describe(batch, self.worker.clock + 1)
         batch = self._own(batch)
         weight = self.weight(batch)
         self._active = True
         try:
-            return self._step(batch, weight)
+            return self._step(batch, weight, batches)
         finally:
             self._active = False
             heartbeat.step(self.steps)
             heartbeat.doing(heartbeat.OWN_CODE)
 
-    def _step(self, batch: Any, weight: float) -> Any:
+    def _step(self, batch: Any, weight: float, batches: str) -> Any:
         for parameter in (*self._rest.values(), *self._dense.values()):
             parameter.grad = None
         self._pull_dense()
@@ -225,7 +234,7 @@ class ServerStep:
         if self._rest and self.optimizer is not None:
             self.optimizer.step()
         dense = {n: p.grad for n, p in self._dense.items() if p.grad is not None}
-        self.worker.push(weight, dense, rows, self._changed())
+        self.worker.push(weight, dense, rows, self._changed(), batches)
         with torch.no_grad():
             for (
                 parameter
@@ -244,6 +253,12 @@ class ServerStep:
         position: a job that loads one deals the samples that are not trained in it, to any number of workers, if
         `count` and `seed` are the same. Raises ServerError.
         """
+        if self._shares:
+            raise ServerError(
+                "samples(…) deals each worker samples of its own",
+                why=SHARES,
+                hint="mw.parameter_server(…), or batches of a DataLoader that are the same on all workers",
+            )
         for name, value in (("count", count), ("batch", batch), ("epochs", epochs)):
             if not is_whole(value) or value < 1:
                 raise ServerError(f"samples(…) has {name}={value!r}", why="it is a number from 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from meshwright.errors import ServerError
+from meshwright.errors import BatchError, ServerError
 from meshwright.servers.counts import Counts
 from meshwright.servers.dealing import Position
 from meshwright.servers.shards import Options, Parameter, ShardMap
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Declare(Message, frozen=True):
     """What a job stores. The first who says it is believed, others must say the same. `bound`: of staleness;
     `workers`: how many there are at the start, before which nobody reads. `attempt`: with a higher one, all begins
-    anew."""
+    anew. `shares`: workers train shares of one batch, so none goes on without another."""
 
     job: str
     parameters: tuple[Parameter, ...]
@@ -32,6 +32,7 @@ class Declare(Message, frozen=True):
     bound: int | None
     workers: int = 1
     attempt: int = 0
+    shares: bool = False
 
 
 class Fill(Message, frozen=True):
@@ -68,7 +69,8 @@ class Pull(Message, frozen=True):
 
 class Push(Message, frozen=True):
     """Tensors: the gradient of each dense parameter, then ids and gradients of rows of each table. `weight`: examples
-    behind the gradients, which are means. `options`: of optimizers, where they have changed."""
+    behind the gradients, which are means. `options`: of optimizers, where they have changed. `batches`: descriptions
+    of the batches since the last comparison, where workers compare them."""
 
     model: str
     map: int
@@ -78,6 +80,7 @@ class Push(Message, frozen=True):
     dense: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     options: dict[str, Options] = {}
+    batches: str = ""
 
 
 class Deal(Message, frozen=True):
@@ -328,12 +331,15 @@ class Moved(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
+    """`batch`: it is the batch that is wrong."""
+
     what: str
     why: str = ""
     hint: str = ""
+    batch: bool = False
 
-    def error(self) -> ServerError:
-        return ServerError(self.what, why=self.why, hint=self.hint)
+    def error(self) -> ServerError | BatchError:
+        return (BatchError if self.batch else ServerError)(self.what, why=self.why, hint=self.hint)
 
 
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap

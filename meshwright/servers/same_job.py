@@ -19,6 +19,11 @@ def check_same(known: Declare, said: Declare) -> None:
         raise ServerError(f"a worker of attempt {said.attempt}", why=f"attempt {known.attempt} runs")
     if said.bound != known.bound:
         raise ServerError(f"staleness {said.bound} is asked for", why=f"the job has {known.bound}")
+    if said.shares != known.shares:
+        raise ServerError(
+            "some workers train shares of one batch, others batches of their own",
+            hint='mw.parameter_server(…) on all workers, or mw.train_step(…, mode="parameter_server")',
+        )
     ours, theirs = ({p.name: p for p in declared.parameters} for declared in (known, said))
     if ours != theirs:
         names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from meshwright.errors import ServerError, did_you_mean
+from meshwright.errors import BatchError, ServerError, did_you_mean
 from meshwright.servers import messages as m
 from meshwright.servers.clocks import Clocks
 from meshwright.servers.counts import Counts
@@ -20,6 +20,7 @@ from meshwright.servers.frozen import FrozenCopy
 from meshwright.servers.rounds import Gradients, mean_dense, mean_rows
 from meshwright.servers.same_job import begins_anew, check_same
 from meshwright.servers.shards import ShardMap, fingerprint
+from meshwright.servers.shares import Shares
 from meshwright.servers.starts import fill
 from meshwright.servers.store import VALUES, Stored
 
@@ -39,6 +40,7 @@ class Server:
         self.model = ""
         self.map = ShardMap(0, (), {})
         self.clocks = Clocks(None)
+        self.shares = Shares()
         self.stored: dict[str, Stored] = {}
         self.rounds: dict[int, dict[int, Gradients]] = {}
         self.counts = Counts()
@@ -82,9 +84,9 @@ class Server:
                 case _:
                     self._check_model(request.model)
                     return self._move(request, tensors)
-        except ServerError as error:
+        except (ServerError, BatchError) as error:
             self.counts.refused += 1
-            return m.Refused(error.what, error.why, error.hint), []
+            return m.Refused(error.what, error.why, error.hint, isinstance(error, BatchError)), []
 
     # ---- what is stored
 
@@ -106,6 +108,7 @@ class Server:
         self.declared, self.map = declared, map
         self.model = fingerprint(declared.job, declared.parameters)
         self.clocks = Clocks(declared.bound, declared.workers)
+        self.shares = Shares(declared.workers if declared.shares else 0)
         for parameter in declared.parameters if fill_rows else ():
             if parameter.start is not None:
                 blocks = self.map.blocks_of(self.number).get(parameter.name, ())
@@ -227,6 +230,7 @@ class Server:
             (self._table(name), self._ids(name, ids))
             for name, ids in zip(request.tables, tensors, strict=True)
         ]
+        self.shares.check(self.clocks, request.clock)
         if self._missing() or not self.clocks.may_read(request.clock):
             return m.Wait(), []
         self.counts.pulls += 1
@@ -271,6 +275,7 @@ class Server:
             case m.Freeze():
                 if request.map != self.map.version:
                     return self._other_map(request.map)
+                self.shares.check(self.clocks, request.clock)
                 if self._missing() or (self.clocks.bound == 0 and self.clocks.least() < request.clock):
                     return m.Wait()
                 samples = {name: stream.position for name, stream in self.streams.items()}
@@ -370,10 +375,12 @@ class Server:
             raise ServerError(
                 f"worker {request.worker} pushes step {request.clock}", why=f"its next one is {clock}"
             )
+        self.shares.check(self.clocks, clock + 1)
         gradients = self._checked(request, tensors)
         self.counts.pushed_bytes += sum(tensor.nbytes for tensor in tensors)
         self.rounds.setdefault(request.clock, {})[request.worker] = gradients
         self.clocks.of[request.worker] += 1
+        self.shares.tell(request.clock, request.worker, request.batches)
         for stream in self.streams.values():
             stream.pushed(request.worker, request.clock)
         self._apply()
@@ -411,6 +418,8 @@ class Server:
         """Apply the rounds that are complete, the oldest first."""
         while self.rounds and self.clocks.applies(min(self.rounds)):
             number = min(self.rounds)
+            if self.clocks.bound == 0 and not self.shares.complete(number, len(self.rounds[number])):
+                return
             group = self.rounds.pop(number)
             pushes = [group[worker] for worker in sorted(group)]
             self._update(pushes)

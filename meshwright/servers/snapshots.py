@@ -50,6 +50,7 @@ class Record(msgspec.Struct, frozen=True):
     began: Begins | None
     lost: bool = False
     streams: dict[str, Stream] = {}
+    batches: dict[int, dict[int, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def of(server: Server) -> Snapshot:
         server.began,
         server.lost,
         msgspec.convert(msgspec.to_builtins(server.streams), dict[str, Stream], strict=False),
+        {clock: dict(told) for clock, told in server.shares.batches.items()},
     )
     return Snapshot(record, tensors)
 
@@ -138,6 +140,7 @@ def server_of(snapshot: Snapshot) -> Server:
     server.clocks.of, server.clocks.left = dict(record.clocks), dict(record.left)
     server.clocks.expected, server.counts = record.expected, record.counts
     server.streams = dict(record.streams)
+    server.shares.batches = {clock: dict(told) for clock, told in record.batches.items()}
     server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
     for name, stored in server.stored.items():
         held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}

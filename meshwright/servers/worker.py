@@ -178,15 +178,17 @@ class Worker:
         dense: Mapping[str, torch.Tensor],
         rows: Mapping[str, Rows] | None = None,
         options: Mapping[str, Options] | None = None,
+        batches: str = "",
     ) -> None:
         """Send the gradients of a step: means over `weight` examples. Rows of one id are summed first. All servers get
-        a push, so that their clocks agree."""
+        a push, so that their clocks agree. `batches`: what is compared with those of the other workers."""
         begin = time.perf_counter()
         summed = {name: sum_rows(*pair) for name, pair in (rows or {}).items()}
         while True:
             owners = {name: self._owners(name, ids) for name, (ids, _) in summed.items()}
             requests = {
-                s: self._pushed(s, weight, dense, summed, owners, options or {}) for s in self.map.servers
+                s: self._pushed(s, weight, dense, summed, owners, options or {}, batches)
+                for s in self.map.servers
             }
             if not self._moved(self.ask_all(requests, m.Done | m.Moved)):
                 break
@@ -202,6 +204,7 @@ class Worker:
         rows: Mapping[str, Rows],
         owners: Mapping[str, torch.Tensor],
         options: Mapping[str, Options],
+        batches: str,
     ) -> tuple[m.Request, m.Tensors]:
         names = [name for name in dense if self.map.owners[name] == (server,)]
         tensors = [dense[name].contiguous() for name in names]
@@ -217,6 +220,7 @@ class Worker:
             tuple(names),
             tuple(rows),
             dict(options),
+            batches,
         )
         return request, tensors
 
@@ -234,13 +238,13 @@ class Worker:
 
 
 def ask(transport: Transport, requests: Requests, kind: Any) -> dict[int, tuple[Any, m.Tensors]]:
-    """Answers of some kinds. Raises ServerError for a refusal."""
+    """Answers of some kinds. Raises ServerError or BatchError for a refusal."""
     answers = transport.ask(requests)
     return {s: (expected(answer, kind), tensors) for s, (answer, tensors) in answers.items()}
 
 
 def expected(answer: m.Answer, kind: Any) -> Any:
-    """An answer of some kinds. Raises ServerError for any other."""
+    """An answer of some kinds. Raises ServerError for any other, BatchError where batches differ."""
     if isinstance(answer, m.Refused):
         raise answer.error()
     if not isinstance(answer, kind):

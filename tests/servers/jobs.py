@@ -34,11 +34,12 @@ def job(
     patience: float = 30,
     given: Any = None,
     values: Any = values,
+    shares: bool = False,
 ) -> tuple[Local, list[Worker]]:
     """Servers with values, and workers that have joined."""
     servers = Local({n: Server(n) for n in range(count)}, patience)
     held = given or parameters()
-    declare = m.Declare("job", held, spread(held, range(count)), bound, workers)
+    declare = m.Declare("job", held, spread(held, range(count)), bound, workers, shares=shares)
     made = [Worker(servers, n, declare) for n in range(workers)]
     made[0].fill(values)
     for worker in made:

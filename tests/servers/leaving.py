@@ -1,0 +1,45 @@
+"""Workers that train shares of a global batch, one of which leaves, skips a batch or is given another one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+import meshwright as mw
+from tests.servers.training import ROWS, STEPS, Net, adam, loss
+
+
+def main() -> None:
+    how, odd = sys.argv[1], int(os.environ["RANK"]) == 1
+    torch.manual_seed(0)
+    random = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, ROWS, (STEPS, 6), generator=random)
+    batches = [(some, torch.randn(6, generator=random)) for some in ids]
+    step = mw.train_step(Net(), adam, batches[0], loss=loss, mode="parameter_server")
+    for number, (some, goals) in enumerate(batches):
+        if odd and number == 3:
+            match how:
+                case "break":
+                    break
+                case "exit":
+                    os._exit(0)
+                case "skip":
+                    continue
+                case "rows":
+                    some, goals = some[:4], goals[:4]
+                case "values":
+                    goals = goals + 1
+        try:
+            step((some, goals))
+        except mw.MeshwrightError as error:
+            print(f"rank {step.rank}: {type(error).__name__}: {error}".replace("\n", " "))
+            raise
+    step.full_state()
+    print("all steps were made")
+    mw.shutdown()
+
+
+if __name__ == "__main__":
+    main()
