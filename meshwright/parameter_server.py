@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,10 @@ EPOCHS = 1 << 20  # between the seeds of two orders of samples
 NESTED = 4  # levels of a batch in which a first tensor is looked for without importing the capture
 SHARES = "each worker trains its share of every batch"
 STEP = "meshwright_server_step"
+_SHARING: weakref.WeakSet[ServerStep] = weakref.WeakSet()  # steps whose workers train shares of one batch
 Weight = Callable[[Any], float]
 Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
-Describe = Callable[[Any, int], str]  # a batch, its step from 1 → what is compared with other workers
+Describe = Callable[[Any], str]  # a batch → what is compared with other workers
 
 
 def examples(batch: Any) -> float:
@@ -161,6 +163,8 @@ class ServerStep:
         self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
         unable = ALL_REDUCED if self._world is not None else SHARES if share is not None and count > 1 else ""
         take_part(launched_rank(), unable)
+        if self._describe is not None:
+            _SHARING.add(self)
 
     def _comes_late(self, transport: Remote, shares: bool) -> int:
         """The number of a worker that comes while others train. Raises ServerError where these would not notice."""
@@ -209,18 +213,18 @@ class ServerStep:
         mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError; with
         that mode also where another worker has ended before, and BatchError where workers passed different batches.
         """
-        batches = "" if self._describe is None else self._describe(batch, self.worker.clock + 1)
+        told = "" if self._describe is None else self._describe(batch)
         batch = self._own(batch)
         weight = self.weight(batch)
         self._active = True
         try:
-            return self._step(batch, weight, batches)
+            return self._step(batch, weight, told)
         finally:
             self._active = False
             heartbeat.step(self.steps)
             heartbeat.doing(heartbeat.OWN_CODE)
 
-    def _step(self, batch: Any, weight: float, batches: str) -> Any:
+    def _step(self, batch: Any, weight: float, told: str) -> Any:
         for parameter in (*self._rest.values(), *self._dense.values()):
             parameter.grad = None
         self._pull_dense()
@@ -234,7 +238,7 @@ class ServerStep:
         if self._rest and self.optimizer is not None:
             self.optimizer.step()
         dense = {n: p.grad for n, p in self._dense.items() if p.grad is not None}
-        self.worker.push(weight, dense, rows, self._changed(), batches)
+        self.worker.push(weight, dense, rows, self._changed(), told)
         with torch.no_grad():
             for (
                 parameter
@@ -400,6 +404,7 @@ class ServerStep:
     def close(self) -> None:
         """Leave the job: the other workers no longer wait for this one. A running save is waited for."""
         self.wait()
+        _SHARING.discard(self)
         self.worker.leave()
         self.worker.transport.close()
 
@@ -416,6 +421,14 @@ class ServerStep:
         changed = {name: options for name, options in now.items() if options != self._sent[name]}
         self._sent = now
         return changed
+
+
+def settle_shares() -> None:
+    """At the end of a script, if no error is on its way: wait until the last steps of `mode="parameter_server"` have
+    the shares of all workers. Raises ServerError where one has ended before, BatchError where batches differed."""
+    if sys.exc_info()[0] is None:
+        for step in list(_SHARING):
+            step.worker.settle()
 
 
 def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:

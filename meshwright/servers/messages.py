@@ -69,8 +69,8 @@ class Pull(Message, frozen=True):
 
 class Push(Message, frozen=True):
     """Tensors: the gradient of each dense parameter, then ids and gradients of rows of each table. `weight`: examples
-    behind the gradients, which are means. `options`: of optimizers, where they have changed. `batches`: descriptions
-    of the batches since the last comparison, where workers compare them."""
+    behind the gradients, which are means. `options`: of optimizers, where they have changed. `batch`: a description
+    of the batch, where it shall be the same on all workers; as JSON."""
 
     model: str
     map: int
@@ -80,7 +80,7 @@ class Push(Message, frozen=True):
     dense: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     options: dict[str, Options] = {}
-    batches: str = ""
+    batch: str = ""
 
 
 class Deal(Message, frozen=True):

@@ -380,7 +380,7 @@ class Server:
         self.counts.pushed_bytes += sum(tensor.nbytes for tensor in tensors)
         self.rounds.setdefault(request.clock, {})[request.worker] = gradients
         self.clocks.of[request.worker] += 1
-        self.shares.tell(request.clock, request.worker, request.batches)
+        self.shares.tell(request.clock, request.worker, request.batch)
         for stream in self.streams.values():
             stream.pushed(request.worker, request.clock)
         self._apply()

@@ -23,7 +23,7 @@ SAME = (
 @dataclass
 class Shares:
     """`workers`: how many share each batch; 0 where each has batches of its own, and may come and go. `batches`: by
-    step, what workers have said of their batches up to there, in JSON; dropped once all have said the same."""
+    step, what workers have said of theirs, in JSON: name → value; dropped once all have said the same."""
 
     workers: int = 0
     batches: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -68,22 +68,17 @@ def _ended(worker: int, steps: int) -> ServerError:
     )
 
 
-def _different(now: int, told: Mapping[int, str]) -> BatchError:
-    """The error for the first of several steps in which batches differ, seen in step `now`. `told`: by worker, pairs of
-    a step and a description of its batch, name → value."""
-    for each in zip(*(json.loads(told[worker]) for worker in sorted(told)), strict=False):
-        step = each[0][0]
-        for what in dict.fromkeys(name for _, word in each for name in word):
-            workers: dict[str, list[str]] = {}
-            for worker, (_, word) in zip(sorted(told), each, strict=True):
-                workers.setdefault(word.get(what, "nothing"), []).append(str(worker))
-            if len(workers) > 1:
-                shown = "; ".join(f"{said} on worker {', '.join(who[:8])}" for said, who in workers.items())
-                late = "" if step == now else f" (seen in step {now}: updates since then differ as well)"
-                return BatchError(
-                    f"{what} of step {step} differs between workers", why=shown + late, hint=SAME
-                )
-    return BatchError(f"batches differ between workers in step {now}", hint=SAME)
+def _different(step: int, told: Mapping[int, str]) -> BatchError:
+    """The error for a step in which batches differ. `told`: by worker, name → value of its batch."""
+    words: dict[int, dict[str, str]] = {worker: json.loads(told[worker]) for worker in sorted(told)}
+    for what in dict.fromkeys(name for word in words.values() for name in word):
+        workers: dict[str, list[str]] = {}
+        for worker, word in words.items():
+            workers.setdefault(word.get(what, "nothing"), []).append(str(worker))
+        if len(workers) > 1:
+            shown = "; ".join(f"{said} on worker {', '.join(who[:8])}" for said, who in workers.items())
+            return BatchError(f"{what} of step {step} differs between workers", why=shown, hint=SAME)
+    return BatchError(f"batches differ between workers in step {step}", hint=SAME)
 
 
 __all__ = ["Shares"]

@@ -78,6 +78,13 @@ class Worker:
         """Let nobody wait for this worker any more."""
         self.ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
 
+    def settle(self) -> None:
+        """In step, wait until all that this worker has pushed is applied. Raises ServerError if it cannot be."""
+        while True:
+            pull = m.Pull(self.model, self.map.version, self.number, self.clock)
+            if not self._moved(self.ask_all({s: (pull, []) for s in self.map.servers}, m.Values | m.Moved)):
+                return
+
     def deal(self, stream: str, size: int, epoch: int, total: int) -> range:
         """Samples that no other worker has, at most `size` of one epoch; none if all are trained. They are done with
         this worker's next push. It is not waited for while others may have to give theirs back."""
@@ -178,16 +185,16 @@ class Worker:
         dense: Mapping[str, torch.Tensor],
         rows: Mapping[str, Rows] | None = None,
         options: Mapping[str, Options] | None = None,
-        batches: str = "",
+        batch: str = "",
     ) -> None:
         """Send the gradients of a step: means over `weight` examples. Rows of one id are summed first. All servers get
-        a push, so that their clocks agree. `batches`: what is compared with those of the other workers."""
+        a push, so that their clocks agree. `batch`: a description that is compared with the other workers'."""
         begin = time.perf_counter()
         summed = {name: sum_rows(*pair) for name, pair in (rows or {}).items()}
         while True:
             owners = {name: self._owners(name, ids) for name, (ids, _) in summed.items()}
             requests = {
-                s: self._pushed(s, weight, dense, summed, owners, options or {}, batches)
+                s: self._pushed(s, weight, dense, summed, owners, options or {}, batch)
                 for s in self.map.servers
             }
             if not self._moved(self.ask_all(requests, m.Done | m.Moved)):
@@ -204,7 +211,7 @@ class Worker:
         rows: Mapping[str, Rows],
         owners: Mapping[str, torch.Tensor],
         options: Mapping[str, Options],
-        batches: str,
+        batch: str,
     ) -> tuple[m.Request, m.Tensors]:
         names = [name for name in dense if self.map.owners[name] == (server,)]
         tensors = [dense[name].contiguous() for name in names]
@@ -220,7 +227,7 @@ class Worker:
             tuple(names),
             tuple(rows),
             dict(options),
-            batches,
+            batch,
         )
         return request, tensors
 

@@ -50,7 +50,7 @@ from meshwright.input_checks import (
     plan_from,
 )
 from meshwright.model_checks import check_function, check_model
-from meshwright.parameter_server import ServerStep
+from meshwright.parameter_server import ServerStep, settle_shares
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import (
@@ -391,6 +391,7 @@ def _local_step(
 
 def shutdown() -> None:
     """End the process groups on all ranks, after a barrier. Call it at the end of a script, on every rank."""
+    settle_shares()
     forget_states()
     if dist.is_initialized():
         leave()

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.capture.pytree import leaves, map_leaves
 from meshwright.errors import BatchError, PlanError
 from meshwright.parameter_server import ServerStep, check_arguments
-from meshwright.runtime.agreement import Word, describe_batch, is_due
+from meshwright.runtime.agreement import describe_batch
 from meshwright.runtime.rendezvous import launched_world
 
 MODE = "parameter_server"
@@ -51,22 +51,11 @@ def share(batch: Any, worker: int, workers: int) -> Any:
     return map_leaves(batch, lambda tensor: tensor[rows] if tensor.dim() else tensor)
 
 
-class GlobalBatches:
-    """Describes the batches that a worker was given, for a comparison with those of the other workers: in the 1st, 2nd,
-    4th, 8th, … and then every 32nd step, with all steps since the last comparison."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, Word] = {}
-
-    def __call__(self, batch: Any, step: int) -> str:
-        """What is compared in this step, which counts from 1, in JSON; empty if nothing is."""
-        if is_due(step - 1):
-            self._open.clear()
-        tensors = dict(leaves(batch))
-        sizes = [len(tensor) for tensor in tensors.values() if tensor.dim()]
-        checksums = describe_batch(tensors, elsewhere=is_due(step))
-        self._open[step] = {"the number of examples": str(sizes[0] if sizes else 0), **checksums}
-        return json.dumps(list(self._open.items())) if is_due(step) else ""
+def describe(batch: Any) -> str:
+    """What must be the same on all workers of a global batch: its examples and checksums, name → value in JSON."""
+    tensors = dict(leaves(batch))
+    sizes = [len(tensor) for tensor in tensors.values() if tensor.dim()]
+    return json.dumps({"the number of examples": str(sizes[0] if sizes else 0), **describe_batch(tensors)})
 
 
 def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerStep:
@@ -90,7 +79,7 @@ def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerSte
     model, optimizer, batch, loss, staleness = (given[name] for name in OPTIONS[:-1])
     check_arguments(model, loss, staleness)
     share(batch, 0, launched_world())
-    return ServerStep(model, optimizer, loss, staleness, share=share, describe=GlobalBatches())
+    return ServerStep(model, optimizer, loss, staleness, share=share, describe=describe)
 
 
 def check_staleness(staleness: object, mode: str | None) -> None:
@@ -103,4 +92,4 @@ def check_staleness(staleness: object, mode: str | None) -> None:
         )
 
 
-__all__ = ["MODE", "GlobalBatches", "check_staleness", "share", "step_on_servers"]
+__all__ = ["MODE", "check_staleness", "describe", "share", "step_on_servers"]

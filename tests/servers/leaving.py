@@ -19,6 +19,8 @@ def main() -> None:
     batches = [(some, torch.randn(6, generator=random)) for some in ids]
     step = mw.train_step(Net(), adam, batches[0], loss=loss, mode="parameter_server")
     for number, (some, goals) in enumerate(batches):
+        if odd and how == "last" and number == STEPS - 1:
+            break
         if odd and number == 3:
             match how:
                 case "break":
@@ -36,9 +38,10 @@ def main() -> None:
         except mw.MeshwrightError as error:
             print(f"rank {step.rank}: {type(error).__name__}: {error}".replace("\n", " "))
             raise
-    step.full_state()
-    print("all steps were made")
+    if how != "last":
+        step.full_state()
     mw.shutdown()
+    print("all steps were made", step.rank)
 
 
 if __name__ == "__main__":
