@@ -90,10 +90,36 @@ OF_A_STEP = {
 }
 
 
+# What a training step has, and loops elsewhere call, and what a step with parameters on servers has for it.
+OF_A_SERVER_STEP = {
+    **dict.fromkeys(
+        ("forward_step", "eval", "predict"), "step.evaluate(batch), or call the model outside of a step"
+    ),
+    **dict.fromkeys(("backward", "zero_grad"), "leave it out: step(batch) is forward, backward and push"),
+    **dict.fromkeys(
+        ("full", "module", "state_dict", "get_state_dict", "save_pretrained", "copy_to"),
+        "step.full_state(), or model.state_dict() outside of a step",
+    ),
+    **dict.fromkeys(("parameters", "named_parameters"), "step.full_state() has full tensors"),
+    **dict.fromkeys(
+        ("no_sync", "micro_batches", "accumulate"), "a larger batch: a step on servers does not accumulate"
+    ),
+    **dict.fromkeys(
+        ("grad_norm", "gradient_norms", "gradients", "clip_grad_norm_", "clip_grad_norm"),
+        'mode="data_parallel" clips and has norms; gradients are pushed to servers here',
+    ),
+    **dict.fromkeys(
+        ("program", "plan", "mesh", "trace"), "the model runs eagerly, so there is no plan; step.traffic"
+    ),
+    **dict.fromkeys(("save_model", "save_checkpoint"), "step.save(path)"),
+    **dict.fromkeys(("load_checkpoint", "restore"), "step.load(path), or step.resume(path)"),
+}
+
+
 def called_here(name: object) -> str:
     """A hint with what that is here and its page; empty for a name that other systems do not have."""
     said, page = CALLED_HERE.get(str(name).lower().replace("-", "_"), ("", ""))
     return f"{said} (docs/{page})" if said else ""
 
 
-__all__ = ["OF_A_STEP", "called_here"]
+__all__ = ["OF_A_SERVER_STEP", "OF_A_STEP", "called_here"]

@@ -15,13 +15,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from meshwright import heartbeat
 from meshwright.core.type_guards import is_whole
-from meshwright.errors import BatchError, ServerError
+from meshwright.errors import BatchError, ServerError, did_you_mean
 from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
 from meshwright.model_checks import check_function, check_model
 from meshwright.runtime.equal_start import start_equal
@@ -182,6 +182,17 @@ class ServerStep:
             )
         return transport.meeting.worker()
 
+    if not TYPE_CHECKING:  # a type checker shall go on to see what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only what a step lacks comes here. Raises AttributeError, which names what to write instead."""
+            from meshwright.elsewhere import OF_A_SERVER_STEP
+
+            hint = OF_A_SERVER_STEP.get(name) or did_you_mean(
+                name, [n for n in dir(type(self)) if n[0] != "_"]
+            )
+            raise AttributeError(f"a step with parameters on servers has no {name!r}; {hint}", name=name)
+
     @functools.cached_property
     def _state(self) -> ServerState:
         """What checkpoints have of this step."""
@@ -205,7 +216,7 @@ class ServerStep:
         """The number of steps that this worker has pushed, and of those before the checkpoint that was loaded."""
         return self.worker.before + self.worker.clock
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, *, update: bool = True) -> Any:
         """Run one step on this worker's own batch, of any size, and return the loss of this batch. With
         ``mode="parameter_server"`` all workers are given the global batch, and each trains its share of it.
 
@@ -213,6 +224,12 @@ class ServerStep:
         mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError; with
         that mode also where another worker has ended before, and BatchError where workers passed different batches.
         """
+        if update is not True:
+            raise ServerError(
+                f"step(batch, update={update!r}) on parameter servers",
+                why="each step is pushed: gradients are not accumulated",
+                hint="one step(batch) with the examples of all micro-batches",
+            )
         told = "" if self._describe is None else self._describe(batch)
         batch = self._own(batch)
         weight = self.weight(batch)

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import meshwright as mw
-from tests.servers.training import ROWS, STEPS, Net, adam, loss
+from tests.servers.training import ROWS, STEPS, Net, adam, check, loss
 
 
 def main() -> None:
@@ -17,7 +17,10 @@ def main() -> None:
     random = torch.Generator().manual_seed(7)
     ids = torch.randint(0, ROWS, (STEPS, 6), generator=random)
     batches = [(some, torch.randn(6, generator=random)) for some in ids]
-    step = mw.train_step(Net(), adam, batches[0], loss=loss, mode="parameter_server")
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    own = adam(plain.parameters())
+    step = mw.train_step(model, adam, batches[0], loss=loss, mode="parameter_server")
     for number, (some, goals) in enumerate(batches):
         if odd and how == "last" and number == STEPS - 1:
             break
@@ -25,6 +28,8 @@ def main() -> None:
             match how:
                 case "break":
                     break
+                case "killed" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    os._exit(9)
                 case "exit":
                     os._exit(0)
                 case "skip":
@@ -38,8 +43,11 @@ def main() -> None:
         except mw.MeshwrightError as error:
             print(f"rank {step.rank}: {type(error).__name__}: {error}".replace("\n", " "))
             raise
+        own.zero_grad()
+        loss(plain, (some, goals)).backward()
+        own.step()
     if how != "last":
-        step.full_state()
+        check(step, plain)
     mw.shutdown()
     print("all steps were made", step.rank)
 

@@ -90,6 +90,18 @@ def test_different_batches_raise_on_all_workers(bound, restarts):
         assert "checksum 1 on worker 0; checksum 2 on worker 1" in str(caught.value)
 
 
+def run(*words):
+    command = [sys.executable, "-m", "meshwright.cli", "run", "--servers", "1", "--workers", "2", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.procs
+def test_workers_that_restart_train_all_batches_again():
+    done = run("--max-restarts", "1", str(SCRIPT), "killed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all steps were made 0" in done.stdout  # equal to one device
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("how", "said"),
@@ -123,14 +135,7 @@ def test_different_batches_raise_on_all_workers(bound, restarts):
     ],
 )
 def test_a_worker_that_does_otherwise_ends_the_job(how, said, tmp_path):
-    command = [sys.executable, "-m", "meshwright.cli", "run", "--servers", "1", "--workers", "2"]
-    done = subprocess.run(
-        [*command, "--log-dir", str(tmp_path), str(SCRIPT), how],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run("--log-dir", str(tmp_path), str(SCRIPT), how)
     assert done.returncode != 0
     logs = "".join(path.read_text() for path in tmp_path.rglob("*.log")) + done.stdout
     for line in said:

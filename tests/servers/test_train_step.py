@@ -102,3 +102,22 @@ def test_helpers_of_plans_say_what_to_use_here(name: str) -> None:
 def test_a_staleness_that_is_none() -> None:
     with pytest.raises(ServerError, match="staleness=-1"):
         build(staleness=-1)
+
+
+def test_a_step_that_does_not_update() -> None:
+    with pytest.raises(ServerError, match="gradients are not accumulated"):
+        build()(torch.ones(4, 3), update=False)
+
+
+def test_samples_are_for_batches_of_each_workers_own() -> None:
+    with pytest.raises(ServerError, match=r"samples\(…\) deals each worker samples of its own"):
+        next(build().samples(8, batch=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("forward_step", r"step\.evaluate"), ("full", r"step\.full_state"), ("evalute", "evaluate")],
+)
+def test_what_only_other_steps_have_is_named(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=f"no '{name}'; .*{hint}"):
+        getattr(build(), name)
