@@ -94,8 +94,10 @@ def plan(
     passed. Other subclasses of MeshwrightError name the operator and its line.
     """
     asked = techniques_from(techniques)
+    limits = cluster, memory, optimizer_states, space, inner, progress, time_limit
+    request_for(*limits)  # what cannot be is refused before the seconds of a capture
     captured = captured_of(model, batch, loss, cache)
-    request = request_for(cluster, memory, optimizer_states, space, inner, progress, time_limit)
+    request = request_for(*limits)  # whose time begins now
     began = time.perf_counter()
     try:
         made = plan_captured(captured, mesh, mode, pins, request, asked)

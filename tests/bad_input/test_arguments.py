@@ -63,6 +63,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "compile for a plan": (
         lambda: mw.plan(*built()[:2], loss=built()[2], mesh=2, compile=True), PlanError, "beside any plan",
     ),
+    "memory in words, before a capture that would fail": (
+        lambda: mw.plan(torch.nn.Sequential(script()), built()[1], cluster=mw.Cluster.local(2), memory="60GB"),  # type: ignore[arg-type]
+        PlanError, "memory=",
+    ),
     "a model on the meta device with a batch that is not": (
         lambda: mw.plan(built()[0].to("meta"), built()[1], loss=built()[2], mesh=2), CaptureError, "make the batch",
     ),
