@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         PlanError, "memory=",
     ),
     "a model on the meta device with a batch that is not": (
-        lambda: mw.plan(built()[0].to("meta"), built()[1], loss=built()[2], mesh=2), CaptureError, "make the batch",
+        lambda: mw.plan(fresh()[0].to("meta"), built()[1], loss=built()[2], mesh=2), CaptureError, "make the batch",
     ),
     "a number for a plan": (lambda: train(plan=3, mesh=None), PlanError, "plan=3"),
     "a number for a plan of a forward pass": (lambda: forward(plan=3, mesh=None), PlanError, "plan=3"),

@@ -141,7 +141,7 @@ NAMES = {
     "seqpipe": "pipeline=2",
     "full_batch": "mw.shard_loader",
     "enable_alltoall": "leave it out",
-    "parameter_server": "mw.on_host",
+    "parameter_server": "mw.parameter_server(",
 }
 
 

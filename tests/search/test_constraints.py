@@ -147,10 +147,10 @@ def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
     """The search is over then, and what it answers is evaluated all the same."""
     in_full, calls = Evaluator.in_full, []
 
-    def interrupted(evaluator: Evaluator, choice: Choice) -> Evaluation:
+    def interrupted(evaluator: Evaluator, choice: Choice, *, timed: bool = True) -> Evaluation:
         calls.append(choice)
         signal.raise_signal(signal.SIGINT)
-        return in_full(evaluator, choice)
+        return in_full(evaluator, choice, timed=timed)
 
     monkeypatch.setattr(Evaluator, "in_full", interrupted)
     model, batch, loss = zoo.hugging_face("llama", layers=6, sequence=8, hidden=24, vocabulary=48)
