@@ -6,8 +6,12 @@ Without this they say that a connection was closed, in the words of the back end
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import io
 import json
+import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,6 +43,7 @@ def begin(store: Store | None, rank: int, failing: Callable[[], None], raised: P
             error = lost(error, "a collective") or error
         if isinstance(error, PeerLost):  # its traceback is of no use: what happened, happened elsewhere
             print(f"{PeerLost.__module__}.{PeerLost.__qualname__}: {error}", file=sys.stderr, flush=True)
+            _end_at_once(error)
             return
         leave_reason(error, trace)
         before(kind, error, trace)
@@ -46,8 +51,28 @@ def begin(store: Store | None, rank: int, failing: Callable[[], None], raised: P
         if raised is not None:  # once the traceback is in the log; to leave may take long
             with contextlib.suppress(OSError):
                 raised.touch()
+        _end_at_once(error)
 
     sys.excepthook = hook
+
+
+def _end_at_once(error: BaseException) -> None:
+    """End a process that an error ends, without taking the interpreter down, once what is registered for its exit is
+    done. A thread of gloo that lets go of a tensor meanwhile needs the interpreter's lock, and would abort the process:
+    its exit status would not be that of an error."""
+    if not isinstance(error, Exception) or not dist.is_initialized():
+        return
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+        # torch holds it back, to put the rank before each line once this hook is over.
+        lines = sys.stderr.getvalue().splitlines()
+        sys.stderr = sys.__stderr__
+        print("\n".join(f"[rank{dist.get_rank()}]: {line}" for line in lines), file=sys.stderr)
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 def begin_anew(store: Store, rank: int) -> None:

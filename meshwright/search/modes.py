@@ -319,7 +319,8 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
         raise PlanError(
             'mode="parameter_server" has no plan',
             why="the model runs eagerly, and servers hold its parameters",
-            hint='mw.train_step(model, optimizer, batch, loss=…, mode="parameter_server"), or mw.parameter_server(…)',
+            hint='mw.train_step(model, optimizer, batch, loss=…, mode="parameter_server"), or mw.parameter_server(…) '
+            "(docs/how-to/use-parameter-servers.md)",
         )
     if mode not in MODES:
         raise PlanError(
