@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 600.0  # for other workers
 class Transport(Protocol):
     """Passes requests to servers, all at once, and returns their answers; waits while an answer is `Wait`."""
 
-    def ask(self, requests: Requests) -> dict[int, Reply]: ...
+    def ask(self, requests: Requests, busy: float = 0.0) -> dict[int, Reply]: ...
 
     def another(self) -> Transport:
         """One to the same servers, for another thread."""
@@ -36,7 +36,7 @@ class Local:
         self.servers, self.patience = servers, patience
         self._changed = threading.Condition()
 
-    def ask(self, requests: Requests) -> dict[int, Reply]:
+    def ask(self, requests: Requests, busy: float = 0.0) -> dict[int, Reply]:
         """Raises ServerError if what is waited for does not come."""
         found: dict[int, Reply] = {}
 

@@ -54,10 +54,11 @@ class Remote:
         self.meeting, self.patience, self.away = meeting, patience, away
         self._open: dict[int, socket.socket] = {}
 
-    def ask(self, requests: Requests) -> dict[int, Reply]:
-        """Raises ServerError for a server that stays away, and if other workers do not come on."""
+    def ask(self, requests: Requests, busy: float = 0.0) -> dict[int, Reply]:
+        """Raises ServerError for a server that stays away, and if other workers do not come on. `busy`: seconds for
+        which a server may do what it is asked."""
         found: dict[int, Reply] = {}
-        end, down = time.monotonic() + self.patience, time.monotonic() + self.away
+        end, down = time.monotonic() + self.patience + busy, time.monotonic() + self.away + busy
         while len(found) < len(requests):
             left = {n: r for n, r in requests.items() if n not in found}
             sent = [n for n, request in left.items() if self._send(n, *request)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from meshwright.servers.shards import Options, ShardMap
 Rows = tuple[torch.Tensor, torch.Tensor]
 LATER_SECONDS = 0.05  # between two requests for samples that others may give back
 FILL_BYTES = 64 << 20  # of initial values in one message
+FILL_RATE = 1e7  # bytes a second of values that a server draws by seed, on a busy machine
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Worker:
         """Declare the model to all servers of the map. Raises ServerError where they have another one."""
         self.transport, self.number = transport, number
         self.parameters = {p.name: p for p in declare.parameters}
-        answers = transport.ask({s: (declare, []) for s in declare.map.servers})
+        drawn = sum(4 * math.prod(p.shape) for p in declare.parameters if p.start is not None)
+        answers = transport.ask({s: (declare, []) for s in declare.map.servers}, drawn / FILL_RATE)
         found = [expected(answer, m.Declared) for answer, _ in answers.values()]
         self.model: str = found[0].model
         self.map: ShardMap = max((answer.map for answer in found), key=lambda x: x.version)
