@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from meshwright.errors import LaunchError, ServerError
+from meshwright.errors import LaunchError, MeshwrightError, ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers import snapshots
@@ -120,7 +120,7 @@ class Replica:
         lock: threading.RLock,
         server: Callable[[], Server],
         begin: Callable[[Server | None], None],
-        end: Callable[[ServerError | None], None],
+        end: Callable[[MeshwrightError | None], None],
     ) -> None:
         """`lock`: held while the server changes. `server`: it, now. `begin`: called once, under the lock, with the
         server that the copy is of, None if there is no copy yet. `end`: called where the server cannot go on, with the

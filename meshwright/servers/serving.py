@@ -12,7 +12,7 @@ import time
 
 from msgspec import structs
 
-from meshwright.errors import ServerError
+from meshwright.errors import MeshwrightError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
@@ -43,7 +43,7 @@ class Serving:
         self._strangers: dict[socket.socket, None] = {}
         self.copies = Copies()
         self._ready = False
-        self.failure: ServerError | None = None  # why it has ended
+        self.failure: MeshwrightError | None = None  # why it has ended
         self._meeting, self._listening = meeting, meeting.listen(server.number)
         self.replica: Replica | None = None
         if replicas:
@@ -89,7 +89,7 @@ class Serving:
             if self.replica is not None:
                 self.replica.close()
 
-    def _fail(self, failure: ServerError | None) -> None:
+    def _fail(self, failure: MeshwrightError | None) -> None:
         self.failure = failure
         self.close()
 
