@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench
+from meshwright.calibrate.operators import TORCH_DTYPES
 from meshwright.calibrate.plan import Pace, Point
 from meshwright.calibrate.step_rows import works
 from meshwright.compile import captured_of, lower, plan_captured
@@ -23,7 +24,6 @@ from meshwright.cost.operators import BIAS, MASKED, Work
 from meshwright.errors import MeshwrightError
 
 PREFIX = "operator "  # of the names of rows
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def names(bench: Bench) -> list[str]:
     """The rows that this device has."""
     if bench.device.type != "cuda":
         return []
-    return [f"{PREFIX}{name} {dtype}" for name in (BIAS, *OPERATORS) for dtype in DTYPES]
+    return [f"{PREFIX}{name} {dtype}" for name in (BIAS, *OPERATORS) for dtype in TORCH_DTYPES]
 
 
 def measure(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:
@@ -111,12 +111,12 @@ def measure(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[s
 def _measured(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:
     name, dtype = row.removeprefix(PREFIX).split()
     if name == BIAS:
-        x = torch.randn(SIZE.shape("rw"), device=bench.device).to(DTYPES[dtype])
+        x = torch.randn(SIZE.shape("rw"), device=bench.device).to(TORCH_DTYPES[dtype])
         seconds = bench.seconds(lambda: x.sum(0), pace.point_seconds / 2)
         work = Work("memory", dtype, 0.0, 0.0, 0.0, float(x.nbytes), 0.0, 1.0)
         return iter([Point(1.0, 0.0), Point(1.0, seconds)]), {"work": asdict(work)}
     with bench.device:
-        model = Operator(OPERATORS[name]).to(DTYPES[dtype])
+        model = Operator(OPERATORS[name]).to(TORCH_DTYPES[dtype])
     work = _work(model, name)
     made = model()
     gradient, inputs = torch.randn_like(made), list(model.x)
