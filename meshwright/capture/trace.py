@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import traceback as fx_traceback
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
@@ -300,6 +301,7 @@ def _trace(
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(wrapper.effects.around())
+        fx_traceback.current_meta.pop("custom", None)  # what a capture in another thread may have left
         try:
             with preserve_node_meta():  # for what `_Watch` notes
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import nn
+from torch.fx import traceback
 
+import meshwright as mw
 from meshwright.capture import capture
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
@@ -292,3 +294,13 @@ def test_a_model_that_writes_in_place_stays_what_it_is(name: str, monkeypatch: p
         monkeypatch, lambda: capture(model, batch, lambda model, batch: model(**batch).loss).graph
     )
     assert meanings(found) == meanings(decomposed)
+
+
+def test_what_another_trace_has_left_is_not_taken_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.tensor([1.0, 2.0])
+
+    monkeypatch.setitem(traceback.current_meta, "custom", {"user_line": "another.py:1"})
+    plan = mw.plan(Shifted(4, 2), torch.randn(2, 4), loss=lambda m, b: m(b).sum(), mesh=2)
+    assert plan.ranks.size == 2
