@@ -17,7 +17,7 @@ from meshwright.core.collectives import PRICED
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Curve, Device, Level, Measured
 from meshwright.cost.local_machine import LINK_BYTES_PER_S, LINK_LATENCY_SECONDS
-from meshwright.cost.machine import seconds
+from meshwright.cost.machine import launches_of, seconds
 from meshwright.cost.operators import Work
 
 ENOUGH = 6  # quiet steps from which factors are found without others
@@ -97,7 +97,7 @@ def _operators(
         if not row.name.startswith(PREFIX) or "work" not in row.about:
             continue
         work = Work(**row.about["work"])
-        launches = work.launches_forward, work.launches_backward
+        launches = launches_of(work, device)
         alone = replace(work, name="", launches_forward=0.0, launches_backward=0.0)
         halves = zip(row.points, launches, seconds(alone, device, measured), strict=True)
         forward, backward = (

@@ -58,7 +58,8 @@ def test_what_cannot_be_run_is_left_out_with_its_reason(monkeypatch: pytest.Monk
     assert found.points == () and "no kernel here" in found.about["left out"]
 
 
-def test_a_factor_makes_the_price_of_an_operator_its_time() -> None:
+@pytest.mark.parametrize(("name", "launches"), (("layer_norm", (1, 1)), ("rms_norm", (1, 2))))
+def test_a_factor_makes_the_price_of_an_operator_its_time(name: str, launches: tuple[int, int]) -> None:
     """Whatever the rates of the device are."""
     plain = [
         MeasuredRow("launch", (Point(1.0, 2e-6),)),
@@ -66,12 +67,12 @@ def test_a_factor_makes_the_price_of_an_operator_its_time() -> None:
         MeasuredRow("matmul f32", (Point(1e9, 1e-3),)),
         MeasuredRow("memory", (Point(1e6, 1e-5), Point(1e9, 3e-4))),
     ]
-    norm = row(f"{kernels.PREFIX}layer_norm f32")
+    norm = row(f"{kernels.PREFIX}{name} f32")
     norm = replace(norm, points=(Point(1.0, 31e-6), Point(1.0, 77e-6)))
     machine = {"device": "a gpu", "type": "cuda", "ranks": 1, "nodes": 1, "threads": 1, "cores": 1,
                "memory_bytes": 1 << 30, "host_memory_bytes": 1 << 30, "torch": "2", "backend": "none"}  # fmt: skip
     found = calibration(machine, [*plain, norm]).cluster
     assert found.device.launch_seconds == 2e-6 and found.device.issue_seconds == 11e-6
     work = Work(**norm.about["work"])
-    assert launches_of(work, found.device) == (1, 1)
+    assert launches_of(work, found.device) == launches
     assert seconds(work, found.device, found.measured) == pytest.approx((31e-6, 77e-6), rel=1e-3)
