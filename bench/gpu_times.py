@@ -219,9 +219,9 @@ def _one_of_many(place: Place) -> Found:
     parts, taken = lower(captured, plan), list[float]()
 
     def most_bytes(make: Callable[[], Step]) -> int:
-        def timed() -> Step:
+        def timed() -> Callable[[], None]:
             step = make()
-            return lambda: taken.append(_seconds(place, step))  # type: ignore[return-value]
+            return lambda: taken.append(_seconds(place, step))
 
         return place.peak_bytes(timed)
 

@@ -216,8 +216,8 @@ class _Sizes:
     def _letters(self, *ports: Port) -> list[str]:
         return list(dict.fromkeys(x for port in ports for dim in port for x in dim))
 
-    def _made(self, kind: str, flops: Pair, moved: Pair, launches: Pair) -> Work:
-        return Work(kind, self.dtype, *flops, *moved, *launches)
+    def _made(self, kind: str, flops: Pair, moved: Pair, launches: Pair, **more: Any) -> Work:
+        return Work(kind, self.dtype, *flops, *moved, *launches, **more)
 
     # -------------------------------------------------- products
 
@@ -245,8 +245,8 @@ class _Sizes:
                 back_bytes = back_bytes + _sum(self.inputs[p] for p in factors if p != port)
             else:
                 bias = bias + out
-        made = self._made("matmul", (flops, back_flops), (_sum(self.inputs) + out, back_bytes), (1, launches))
-        return replace(made, bias_bytes=bias)
+        moved = _sum(self.inputs) + out, back_bytes
+        return self._made("matmul", (flops, back_flops), moved, (1, launches), bias_bytes=bias)
 
     def experts(self) -> Work:
         """Count the products of a block of experts, and the passes around them."""
@@ -305,13 +305,13 @@ class _Sizes:
             steps = 2 + 2 * (len(rule.inputs) > 3 or bool(node.arg(5, "is_causal", False))) + 3 * dropped
             moved, back = ends + (2 + steps) * scores, 2 * ends + (6 + 2 * dropped) * scores
             launches = (4 + steps // 2, 8 + dropped)
-        made = self._made(
+        return self._made(
             "causal" if causal else "attention",
             (forward, backward if wanted else 0.0),
             (moved, back if wanted else 0.0),
             (launches[0], launches[1] if wanted else 0),
+            name=MASKED if len(rule.inputs) > 3 else "",
         )
-        return replace(made, name=MASKED) if len(rule.inputs) > 3 else made
 
     # -------------------------------------------------- memory
 
@@ -349,8 +349,8 @@ class _Sizes:
             elements = self._largest()
             flops = heavy[0] * elements, heavy[1] * elements * bool(count)
         launches = LAUNCHES.get(op, (1, count))
-        made = self._made("memory", flops, (forward, backward), (launches[0], launches[1] if count else 0))
-        return replace(made, name=short_name(op))
+        starts = launches[0], launches[1] if count else 0
+        return self._made("memory", flops, (forward, backward), starts, name=short_name(op))
 
     def _looked_up(self) -> Amount:
         """Return the bytes of the rows that a look-up reads."""

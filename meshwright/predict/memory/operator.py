@@ -21,7 +21,7 @@ from meshwright.cost.operators import (
     THROUGH,
     VIEWS,
 )
-from meshwright.ops.saved import ON_ACCELERATOR, RMS_NORM, fused_attention
+from meshwright.ops.saved import RMS_NORM, fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
 from meshwright.predict.memory.experts import backward_bytes, forward_bytes
 from meshwright.predict.memory.recompute import Notes
@@ -189,7 +189,7 @@ def workspace(node: Node, types: Types, wanted: Sequence[bool], device: str) -> 
         wide = _wide_bytes(node, types)
         return 0, wide if wide > node.outputs[0].size_bytes else 0  # the result, before it is narrowed
     row = FORWARD.get(node.op)
-    if row is None or (device != "cpu" and node.op in ON_ACCELERATOR):
+    if row is None:
         return 0, 0
     size = types[node.uses[0]].size_bytes
     return row[0] * size, row[1] * size
@@ -277,8 +277,6 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool], device: str =
     elif node.op == RMS_NORM and device == "cpu":
         beside = _rms_norm_backward(node, types, wanted)
     row = BACKWARD.get(node.op, (0, 0))
-    if device != "cpu" and node.op in ON_ACCELERATOR:
-        row = 0, 0
     if node.op == DIVIDE and wanted[-1] and len(wanted) == 2:  # the quotient, and that over the denominator
         row = (2, 0)
     elif node.op in REDUCED_LOSSES and not shape:
