@@ -53,8 +53,8 @@ def type_of(value: Any) -> TensorType:
         shape = tuple(int(size) for size in value.shape)
     except RuntimeError:  # of a symbolic size; its class has no public name
         raise CaptureError(
-            "the size of a result depends on the values of a tensor, which a captured program cannot",
-            why="shapes are planned before a step runs, as those of x[mask], nonzero() and unique() are not known then",
+            "the size of a result depends on the values of a tensor, which a captured program does not support",
+            why="shapes must be known before a step runs; those of x[mask], nonzero() and unique() are not",
             hint="keep the size and mask: torch.where(mask, x, 0), sums of x * mask, or masked_fill; or "
             + AS_IT_IS,
         ) from None
@@ -85,7 +85,7 @@ def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, tor
             continue
         if fx.op != "call_function" or not isinstance(fx.target, OVERLOAD):
             raise CaptureError(
-                f"the operator {fx.target} is a block of its own and cannot be planned",
+                f"the operator {fx.target} contains a block of its own, which cannot be planned",
                 where=_place(fx, traced)[1],
                 hint=AS_IT_IS,
             )
@@ -169,7 +169,7 @@ def _inputs(
             if tensor.device.type == "meta":
                 raise MetaConstant(
                     f"the model reads {target or placeholder}, a tensor on the meta device",
-                    why="it is no parameter or buffer: its values are part of the program, and it has none",
+                    why="it is not a parameter or buffer, so its values become part of the program, and it has none",
                     hint="register_buffer(…, persistent=False) makes it a buffer of the model",
                 )
             if (shared := storages.get(_storage(tensor))) is not None:
@@ -183,7 +183,7 @@ def _inputs(
             constants[target] = tensor.detach()
         else:
             raise CaptureError(
-                f"the model reads {spec.target!r}, which is no tensor ({spec.kind.name.lower()})",
+                f"the model reads {spec.target!r}, which is not a tensor ({spec.kind.name.lower()})",
                 hint="a torch.Generator: draw without generator=; train_step(seed=…) seeds what a step draws",
             )
         if (known := inputs.get(f"{role} {target}")) is not None:
@@ -252,8 +252,8 @@ def _results(
             mutations.append(((spec.target or "").removeprefix(PREFIX), refs[spec.arg.name].name))
         else:
             raise CaptureError(
-                f"the loss writes into {spec.target!r}, which is no buffer of the model",
-                why="the step may replace buffers only",
+                f"the loss writes into {spec.target!r}, which is not a buffer of the model",
+                why="a step may change only buffers",
                 hint="register it with register_buffer, or clone the tensor before writing into it",
             )
     return tuple(outputs), tuple(mutations)

@@ -86,11 +86,11 @@ class Effects:
                 where=self._where(said.partition(": ")[0]),
                 hint="change the buffer in place, with copy_(), add_() or lerp_(): a step does that each time"
                 if buffer
-                else "return it beside the output, as in `return out, aux`, and take it in the loss: "
+                else "return it with the output, as in `return out, aux`, and take it in the loss: "
                 "`out, aux = model(x)`; what a later step reads belongs in a buffer, changed in place"
                 if "→ a tensor" in said
-                else "keep what changes in a buffer (self.register_buffer) and change it in place, or return it; what "
-                "is counted or logged belongs beside the step's call",
+                else "keep what changes in a buffer (self.register_buffer) and change it in place, or return it; "
+                "count and log outside the loss, where the step is called",
             )
         for label, before in self.iterators.items():
             if _progress(self.found.iterators[label]) != before:
@@ -98,7 +98,7 @@ class Effects:
                     f"the loss, or the model, takes the next of an iterator: {label}",
                     why=ONCE.format("be taken"),
                     where=self._where(label),
-                    hint="take it beside the step's call, and give it in the batch as a tensor",
+                    hint="take it outside the loss, where the step is called, and pass it in the batch as a tensor",
                 )
         for what, file, line in (*self.executed, *self.calls.found):
             if what != "draw":
@@ -221,9 +221,7 @@ def _outside(what: str, where: str) -> CaptureError:
     match what:
         case "draw" if not where:
             said, why = "random or numpy drew numbers", "be drawn"
-            hint = (
-                "torch.rand(…) in the model, which each step draws anew; no other thread that draws beside it"
-            )
+            hint = "torch.rand(…) in the model, which each step draws again; no other thread that draws meanwhile"
         case "clock":
             said, why, hint = (
                 "a clock is read",
@@ -232,7 +230,7 @@ def _outside(what: str, where: str) -> CaptureError:
             )
         case "environment":
             said, why, hint = (
-                "the environment is read by a name that is no constant, or set,",
+                "the environment is read by a name that is not a constant, or set,",
                 "do so",
                 'read it before the step is built, or write the name: os.environ["NAME"], os.getenv("NAME", default)',
             )
@@ -255,7 +253,7 @@ def _outside(what: str, where: str) -> CaptureError:
             )
         case _:
             said, why = "random numbers are drawn outside of torch's program", "be drawn"
-            hint = "torch.rand(…), which each step draws anew, or numbers that the data loader draws, in the batch"
+            hint = "torch.rand(…), which each step draws again, or numbers that the data loader draws, in the batch"
     return CaptureError(f"{said} while the loss runs", why=ONCE.format(why), where=where, hint=hint)
 
 

@@ -49,14 +49,14 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
             found.append(shape_of(value, made))
             if not made:
                 raise CaptureError(
-                    "the model gives no tensor",
+                    "the outputs have no tensor",
                     why=f"outputs(model, batch) returned {type(value).__name__}",
                     hint=WANTED,
                 )
             for result in made:
                 if any(result is given for given in tensors):
                     raise CaptureError(
-                        "a result is a tensor of the batch as it came",
+                        "a result is an unchanged tensor of the batch",
                         why="there is nothing to compute",
                         hint="leave it out of what outputs= returns",
                     )
@@ -74,8 +74,8 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
     if graph.mutations:
         raise CaptureError(
             f"the model changes its buffer {graph.mutations[0][0]}",
-            why="what runs without training leaves a model as it is",
-            hint="model.eval() before it",
+            why="a forward pass must not change the model",
+            hint="call model.eval() first",
         )
     graph = check_dtypes(simplify(graph, constants))
     kept = {i.target: constants[i.target] for i in graph.input_of("constant")}

@@ -26,7 +26,7 @@ def check_backward_hooks(model: torch.nn.Module) -> None:
         if any(vars(module).get(kind) for kind in BACKWARD):
             raise CaptureError(
                 f"{name or 'the model'} has a backward hook",
-                why="a captured program has the forward pass alone: what the hook does to gradients would be lost",
+                why="a captured program has only the forward pass: what the hook does to gradients would be lost",
                 hint=INSTEAD + "; or remove the hook before the step is built",
             )
 
@@ -65,7 +65,8 @@ class ShardHooks:
 def _of_a_weight(name: str) -> RunError:
     return RunError(
         f"{name} has a hook on its gradient",
-        why="a rank has a shard of a gradient, or its own summand of it: the hook would see another one per plan",
+        why="a rank has only a shard or a summand of the gradient, so the hook would see other values under another "
+        "plan",
         hint=INSTEAD,
     )
 

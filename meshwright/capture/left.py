@@ -17,7 +17,7 @@ from meshwright.capture.attribute_watch import watched
 from meshwright.capture.reads import codes, of_library
 from meshwright.capture.value_records import ReadValues
 
-NOTE = "{} is there within a step alone, and not after it: to have it beside the loss return (loss, outputs)"
+NOTE = "{} exists only during a step: to get it with the loss, return (loss, outputs)"
 
 
 class Left:

@@ -27,22 +27,22 @@ def check_init(model: torch.nn.Module, init: Init | None, broadcast: bool | int 
         raise RunError(
             f"{first} is on the meta device, which holds no values to train",
             why="a step starts from the numbers that the model has",
-            hint="train_step(…, init=make), where make() is what builds the model, makes each rank's part; "
-            "or build it on a real device",
+            hint="train_step(…, init=make), where make() builds the model; each rank then makes its shards. Or build "
+            "it on a real device",
         )
     if init is None:
         return
     _check_builds(init)
     if not first:
         raise RunError(
-            "init= is given beside a model that has values",
-            why="they would be replaced by those that init() gives",
+            "init= is given for a model that has values",
+            why="init() would replace them",
             hint='build the model under torch.device("meta"), or leave out init=',
         )
     if not isinstance(broadcast, bool) and broadcast != 0:
         raise RunError(
-            f"broadcast={broadcast} is given beside init=",
-            why="init() starts from rank 0's random state on every rank: all have its values already",
+            f"broadcast={broadcast} is given together with init=",
+            why="on every rank, init() starts from rank 0's random state, so all ranks have the same values",
             hint="leave out broadcast=",
         )
 
@@ -51,7 +51,7 @@ def _check_builds(init: Any) -> None:
     if isinstance(init, torch.nn.Module) or not callable(init):
         raise RunError(
             f"init is {a_type(init)}, not a function that builds the model",
-            why="its calls of torch are followed, and made again for one parameter at a time",
+            why="its torch calls are recorded, and repeated for one parameter at a time",
             hint="init=lambda: MyModel(config)",
         )
 
@@ -74,13 +74,13 @@ def check_weights(model: torch.nn.Module, weights: Any, beside: Mapping[str, Any
         if given:
             raise RunError(
                 f"{given}= without weights=",
-                why="it is about a model on the meta device, whose values are read from a file",
+                why="it is only for a model on the meta device, whose values are read from a file",
                 hint="leave it out",
             )
         return
     if not any(p.device.type == "meta" for p in model.parameters()):
         raise RunError(
-            "weights= is given beside a model that has values",
+            "weights= is given for a model that has values",
             why="they would be replaced by those of the file, and each rank holds the full model already",
             hint='build the model under torch.device("meta"), or leave out weights=',
         )

@@ -33,7 +33,7 @@ def _ending(tree: Any) -> Iterator[None]:
     except RecursionError:
         raise BatchError(
             f"the batch is {a_type(tree)} that is nested without end",
-            why="one of its lists or mappings holds itself, or hundreds are in one another",
+            why="one of its lists or mappings contains itself, or hundreds are nested",
             hint="a tensor, or dicts, lists and tuples of tensors",
         ) from None
 
@@ -119,7 +119,7 @@ def without_aliases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if tensor.layout is not torch.strided:
             raise BatchError(
                 f"a tensor of the batch is {str(tensor.layout).removeprefix('torch.')}, {list(tensor.shape)}",
-                why="its elements do not lie side by side, so that no rank could take its part of them",
+                why="its elements are not stored side by side, so no rank could take its part of them",
                 hint="x.to_dense(), or the indices and values as tensors of their own",
             )
         address = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0

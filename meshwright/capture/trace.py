@@ -122,7 +122,7 @@ class Loss(torch.nn.Module):
         self.watch.shape = None if more is None else shape_of(more, made)
         if any(result is given for result in made for given in tensors):
             raise CaptureError(
-                "a result beside the loss is a tensor of the batch as it came",
+                "a result next to the loss is an unchanged tensor of the batch",
                 why="there is nothing to compute",
                 hint="leave it out of what the loss function returns",
             )
@@ -389,9 +389,9 @@ def _empty(batch: Any, error: Exception) -> CaptureError:
     """Return an export failure for an example batch without tensors."""
     return CaptureError(
         f"the example batch has no tensors: {batch!r:.80}",
-        why=f"the loss could not be computed of it: {type(error).__name__}: {error!s:.200}",
+        why=f"the loss could not be computed from it: {type(error).__name__}: {error!s:.200}",
         where=_user_line(error),
-        hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, of zeros if need be",
+        hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, zeros are enough",
     )
 
 

@@ -23,12 +23,13 @@ def noted(graph: Graph, outside: Iterable[str]) -> tuple[str, ...]:
     """
     sparse = (n.module or n.name for n in graph.nodes if is_sparse(n))
     tables = [
-        f"the gradient of {table} is a dense tensor, as with sparse=False: it is added up over ranks, and an optimizer "
-        "for sparse gradients alone does not take it"
+        f"the gradient of {table} is a dense tensor, as with sparse=False: it is added up over ranks, and an "
+        "optimizer for sparse gradients does not accept it"
         for table in dict.fromkeys(sparse)
     ]
     strangers = [
-        f"a tensor that {line} reads requires a gradient and is no parameter of the model: it keeps the value that it "
+        f"a tensor that {line} reads requires a gradient and is not a parameter of the model: it keeps the value "
+        "that it "
         "had; to train it, make it a parameter of the model"
         for line in outside
     ]

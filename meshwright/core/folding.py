@@ -59,7 +59,7 @@ def matching_names(graph: Graph, folds: Iterable[Fold]) -> dict[str, str]:
             owned = [(port, own) for port, own in enumerate(reads) if own in inputs]
             for node in graph.nodes[start + 2 * length + offset : start + repeats * length : length]:
                 if node.op != op or len(node.outputs) != makes or len(node.uses) != len(reads):
-                    raise _differs(f"%{node.name} ({node.op}) is no copy of %{name} ({op})")
+                    raise _differs(f"%{node.name} ({node.op}) is not a copy of %{name} ({op})")
                 found[node.name] = name
                 if makes != 1:
                     found.update(zip(node.values, model.values, strict=True))

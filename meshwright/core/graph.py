@@ -239,6 +239,19 @@ class Graph:
                 found[name].append((node, port))
         return {k: tuple(v) for k, v in found.items()}
 
+    def sends_gradient(self, reader: Node, value: str) -> bool:
+        """Return whether backward brings a gradient of a value from a reader: not from one that only compares it."""
+        return value in self.needs_grad and any(reader.needs_grad)
+
+    @functools.cached_property
+    def sent_back(self) -> frozenset[str]:
+        """The values of which backward has a gradient: some reader sends one back, or backward begins there.
+
+        A part of a graph may have no output, and then backward begins nowhere in it.
+        """
+        read = {v for n in self.nodes if any(n.needs_grad) for v in n.uses}
+        return self.needs_grad & {*read, *(value for _, value in self.outputs[:1])}
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of what a plan depends on: operators, arguments, types and wiring, not source lines."""

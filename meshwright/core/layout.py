@@ -108,6 +108,10 @@ class TensorLayout:
     @property
     def forward(self) -> TensorLayout:
         """The layout without its gradient."""
+        return self._forward if self.grad else self
+
+    @functools.cached_property
+    def _forward(self) -> TensorLayout:
         return replace(self, grad=())
 
     @property
@@ -279,6 +283,7 @@ def _normalize_cat(cat: Cat, mesh: Mesh) -> Dim:
     return (Cat(tuple(parts)),)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def normalize(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     """Return a shorter way to write a layout. Layouts with equal normal forms put the same elements on each rank.
 

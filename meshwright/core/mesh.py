@@ -130,7 +130,7 @@ class Mesh:
         if clash:
             raise MeshError(
                 f"the mesh has an axis {clash[0]!r}",
-                why="with micro-batches that is the name of the axis that counts them",
+                why="with micro-batches, the axis that counts them has this name",
                 hint="give the axis another name",
             )
         axes = tuple(Axis(a.name, a.size, IN_TIME) for a in timed.axes)

@@ -38,7 +38,7 @@ def count(least: int, most: int | None = None) -> Check:
 def switch(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise PlanError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+        raise PlanError(f"{name}={value!r}", why="it must be True or False", hint="True or False")
     return value
 
 
@@ -68,7 +68,7 @@ def kibibytes(name: str, value: Any) -> float:
     """A size in KiB."""
     if not is_number(value) or not 0 <= value < float("inf"):
         raise PlanError(
-            f"{name}={value!r}", why="it is a size in KiB; 0 splits every parameter", hint=f"{name}=64"
+            f"{name}={value!r}", why="it must be a size in KiB; 0 shards every parameter", hint=f"{name}=64"
         )
     return float(value)
 
@@ -78,7 +78,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not (is_list(value) or is_set(value)) or not all(isinstance(v, str) for v in value):
-        raise PlanError(f"{name}={value!r}", why="it is a list of names", hint=f'{name}=("…", "…")')
+        raise PlanError(f"{name}={value!r}", why="it must be a list of names", hint=f'{name}=("…", "…")')
     return tuple(value)
 
 
@@ -91,8 +91,8 @@ def offload(name: str, value: Any) -> tuple[str, ...]:
         if colon and (what not in (ACTIVATIONS, PARAMETERS) or not which):
             raise PlanError(
                 f"{name}={word!r}",
-                why="a pattern of modules stands behind a colon, of activations and of parameters alone; of "
-                "activations a number of layers too",
+                why="only activations and parameters take a pattern of modules after a colon; activations also take "
+                "a number of layers",
                 hint=f'{name}="{ACTIVATIONS}:4", or "{PARAMETERS}:blocks.*"',
             )
         _one_of(name, what, OFFLOAD)
@@ -112,7 +112,8 @@ def recompute(name: str, value: Any) -> str | float | tuple[tuple[str, str], ...
     if not is_number(value) or not 0 <= value < float("inf"):
         raise PlanError(
             f"{name}={value!r}",
-            why="it is a policy, a policy for each module pattern, or bytes of kept activations that a rank may have",
+            why="it must be a policy, a policy for each module pattern, or the bytes of activations that a rank may "
+            "keep",
             hint=f'{name}="full", "selective", {{"blocks.*": "full"}} or 2e9',
         )
     return float(value)

@@ -345,7 +345,7 @@ def options_beside(plan: object, given: Mapping[str, Any]) -> Techniques:
     """The record of options that are given where a plan may be given too. Raises PlanError for both at once."""
     if plan is not None and given:
         raise PlanError(
-            f"{next(iter(given))} is given beside a plan",
+            f"{next(iter(given))} is given together with a plan",
             why="a plan has its techniques already",
             hint="give it to mw.plan(...), or leave out plan=",
         )

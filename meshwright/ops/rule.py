@@ -23,7 +23,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.errors import RuleError
 
@@ -241,13 +241,30 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape]) ->
             if port.sign == "+" or not terms:
                 terms.append([])
             terms[-1].append(index)
-    return Rule(
+    rule = Rule(
         inputs=tuple(bound[: len(inputs)]),
         outputs=tuple(bound[len(inputs) :]),
         sizes=sizes,
         replicated=pattern.replicated,
         reduced_inside=pattern.inside,
-        terms=tuple(map(tuple, terms)) if pattern.linear else (),
+        terms=tuple(map(tuple, terms)),
+    )
+    return rule if pattern.linear else without_terms(rule)
+
+
+def without_terms(rule: Rule) -> Rule:
+    """Return a rule through which no partial sum passes. A contracted letter that one of its terms lacks (a bias) may
+    not be sharded then: nothing would keep that term from being added once per rank."""
+    contracted = set(rule.free_letters).difference(rule.reduced_inside, *rule.output_letters)
+    lacking = {
+        letter
+        for letter in contracted
+        for term in rule.terms
+        if not any(letter in rule.input_letters[port] for port in term)
+    }
+    why = "an added input would be counted once per rank" if lacking else ""
+    return replace(
+        rule, terms=(), replicated=rule.replicated | lacking, why_replicated=rule.why_replicated or why
     )
 
 
@@ -328,7 +345,7 @@ def _solve_dim(pattern: Pattern, dim: RuleDim, n: int, sizes: dict[str, int]) ->
     elif not unknown and known != n:
         raise RuleError(
             f"the rule {pattern.text!r} does not fit",
-            why=f"{' '.join(map(str, dim))} is {known} by one tensor and {n} by another",
+            why=f"{' '.join(map(str, dim))} is {known} in one tensor and {n} in another",
         )
 
 

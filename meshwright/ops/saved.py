@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.graph import DTYPES, Node, TensorType
-
-Types = Mapping[str, TensorType]
+from meshwright.core.graph import DTYPES, Node
+from meshwright.ops.kept_by_recurrent import kept_by_recurrent
+from meshwright.ops.saved_extra import EXTRA, Types, first, itemsize, rows_of
 
 RMS_NORM = "aten.rms_norm.default"
 
@@ -44,16 +44,24 @@ class Saved:
 NOTHING = Saved()
 
 
-def _each(names: str, text: str) -> dict[str, str]:
-    return {f"aten.{n if '.' in n else n + '.default'}": text for n in names.split()}
-
-
 Keeps = str | Callable[[Node, Types, Sequence[bool]], Saved]
+
+
+def _each(names: str, line: Keeps) -> dict[str, Keeps]:
+    return {f"aten.{n if '.' in n else n + '.default'}": line for n in names.split()}
+
+
 KEEPS: dict[str, Keeps] = {
     # ---- products
     **_each("linear mm bmm mv dot vdot outer einsum", "0/1 1/0"),
     "aten.matmul.default": lambda node, types, wanted: _matmul(node, types, wanted),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
+    "aten.cdist.default": "0 1 o0",
+    **_each("lstm.input gru.input rnn_tanh.input rnn_relu.input",
+            lambda node, types, wanted: _recurrent(node, types, wanted)),
+    "aten.lstm_cell.default": "0/3 3/0 1/4 4/1 2/0,1,3,4,5,6",
+    "aten.gru_cell.default": "0/2 2/0 1/3 3/1",
+    **_each("rnn_tanh_cell rnn_relu_cell", "0/2 2/0 1/3 3/1 o0"),
     **_each("addmm baddbmm", "1/2 2/1"),
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
             "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
@@ -67,7 +75,7 @@ KEEPS: dict[str, Keeps] = {
     "aten.adaptive_avg_pool3d.default": lambda node, types, wanted: _image_mean(node),
     **_each("max_pool2d_with_indices adaptive_max_pool2d cummax cummin", "0 o1"),
     **_each("upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest2d.vec upsample_nearest1d.vec "
-            "im2col col2im", ""),
+            "im2col col2im pixel_shuffle pixel_unshuffle", ""),
     # ---- places
     **_each("embedding scatter.src scatter.value index_select index_fill.int_Scalar", "1"),
     "meshwright.embedding_rows": "1",
@@ -118,10 +126,11 @@ KEEPS: dict[str, Keeps] = {
             "constant_pad_nd repeat repeat_interleave.self_int", ""),
     "aten.pad.default": lambda node, types, wanted: _pad(node),
     # ---- reductions and scans
-    **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn", ""),
-    **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std.correction linalg_vector_norm "
-            "norm.ScalarOpt_dim cumprod logcumsumexp", "0 o0"),
-    **_each("nansum var.correction var_mean.correction glu", "0"),
+    **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn fft_irfft", ""),
+    **_each("fft_fft fft_ifft fft_rfft", "0"),
+    **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std std.dim std.correction "
+            "linalg_vector_norm norm.ScalarOpt_dim cumprod logcumsumexp", "0 o0"),
+    **_each("nansum var var.dim var.correction var_mean.correction glu", "0"),
     **_each("max.dim min.dim median.dim kthvalue sort sort.stable topk", "o1"),
     **_each("softmax.int log_softmax.int _softmax _log_softmax", "o0"),
     # ---- normalisations
@@ -129,6 +138,7 @@ KEEPS: dict[str, Keeps] = {
     "aten.native_layer_norm.default": "0 1? 2? o1 o2",
     "aten.rms_norm.default": "0/0 1/0",
     "aten.group_norm.default": "0 1?",
+    "aten.instance_norm.default": "0",
     "aten.batch_norm.default": "0 1?",
     **_each("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", "0 1? 3? 4? o1 o2"),
     "aten._native_batch_norm_legit.no_stats": "0 1? o1 o2",
@@ -160,7 +170,7 @@ def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = ""
     """
     if not any(needs_grad) or not any(node.needs_grad):
         return NOTHING
-    if device == "cpu" and node.op == RMS_NORM and _itemsize(node, types) < 4:
+    if device == "cpu" and node.op == RMS_NORM and itemsize(node, types) < 4:
         return _widened_rms_norm(node, types, needs_grad)
     if device not in ("", "cpu") and node.op in ON_ACCELERATOR:
         return ON_ACCELERATOR[node.op](node, types, needs_grad)
@@ -198,68 +208,15 @@ def _parse(line: str) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[in
     return tuple(inputs), tuple(outputs)
 
 
-# ---------------------------------------------------------------- extra
-
-Extra = Callable[[Node, Types, Sequence[bool]], int]
-
-
-def _first(node: Node, types: Types) -> TensorType:
-    return types[node.uses[0]]
-
-
-def _copies(count: float, dtype: str = "") -> Extra:
-    """Return a function that counts the bytes of `count` tensors of the shape of the first input."""
-
-    def extra(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-        source = _first(node, types)
-        return round(count * math.prod(source.shape) * DTYPES[dtype or source.dtype])
-
-    return extra
-
-
-def _pooled(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """Count the indices of the maxima."""
-    return math.prod(node.outputs[0].shape) * DTYPES["i64"]
-
-
-def _rows(node: Node, types: Types) -> int:
-    return math.prod(_first(node, types).shape) // max(math.prod(node.args[1]), 1)
-
-
-def _layer_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """Count the mean and 1/deviation of each row, in f32 at least."""
-    return 2 * _rows(node, types) * max(_itemsize(node, types), 4)
-
-
-def _rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    """Count 1/deviation of each row if the input, and the normalised rows if the weight, needs a gradient."""
-    source = _first(node, types)
-    rows = _rows(node, types) * max(_itemsize(node, types), 4) if needs_grad[0] else 0
-    weighted = len(node.uses) > 1 and needs_grad[1]
-    return rows + (source.size_bytes if weighted else 0)
-
-
 def _widened_rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     """Return what a CPU saves of an RMS norm in 16 bits, which it computes in f32 by several operators: the input and
     the normalised rows in f32, 1/deviation of each row, and the weight.
     """
-    wide = math.prod(_first(node, types).shape) * DTYPES["f32"]
+    wide = math.prod(first(node, types).shape) * DTYPES["f32"]
     weighted = len(node.uses) > 1
-    extra = wide + _rows(node, types) * DTYPES["f32"] if needs_grad[0] else 0
+    extra = wide + rows_of(node, types) * DTYPES["f32"] if needs_grad[0] else 0
     extra += wide if weighted and needs_grad[1] else 0
     return Saved((1,) if weighted and needs_grad[0] else (), (), extra)
-
-
-def _group_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    return 2 * _first(node, types).shape[0] * int(node.args[1]) * max(_itemsize(node, types), 4)
-
-
-def _channels(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
-    return 2 * _first(node, types).shape[1] * max(_itemsize(node, types), 4)
-
-
-def _itemsize(node: Node, types: Types) -> int:
-    return DTYPES[_first(node, types).dtype]
 
 
 def fused_attention(node: Node, types: Types, needs_grad: Sequence[bool], device: str = "cpu") -> bool:
@@ -317,6 +274,11 @@ def _experts(node: Node, types: Types) -> Saved:
     return Saved(tuple(range(len(node.uses))), (), rows * wide * DTYPES[up.dtype], 1)
 
 
+def _recurrent(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
+    inputs, extra = kept_by_recurrent(node, types, needs_grad)
+    return Saved(inputs, (), extra)
+
+
 def _bags(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     """Return what bags save: ids; with weights these, and the table for their gradient.
 
@@ -363,7 +325,7 @@ def _matmul(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
 
 def _fused_rms_norm(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:
     """Return what the kernel of a GPU saves: what it reads, and 1/deviation of each row in f32."""
-    rows = _rows(node, types) * max(_itemsize(node, types), 4)
+    rows = rows_of(node, types) * max(itemsize(node, types), 4)
     return Saved(tuple(range(len(node.uses))), (), rows)
 
 
@@ -381,21 +343,7 @@ def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return math.prod(max(x, y) for x, y in pairs)
 
 
-EXTRA: dict[str, Extra] = {
-    **{f"aten.{n}.default": _pooled for n in ("max_pool1d", "max_pool2d", "max_pool3d")},
-    "aten.log_sigmoid.default": _copies(1),
-    "aten.l1_loss.default": _copies(1),
-    "meshwright.dropout": _copies(1, "b8"),
-    "aten.layer_norm.default": _layer_norm,
-    "aten.rms_norm.default": _rms_norm,
-    "aten.group_norm.default": _group_norm,
-    "aten.batch_norm.default": _channels,
-    "meshwright.batch_norm_sync": _channels,
-    "aten.cross_entropy_loss.default": _copies(1),
-}
-
 __all__ = [
-    "EXTRA",
     "KEEPS",
     "NOTHING",
     "ON_ACCELERATOR",

@@ -15,7 +15,7 @@ from meshwright.core.layout import Cat, Dim, Item, SubDim, TensorLayout, dim_axe
 from meshwright.core.mesh import Mesh
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import Site
-from meshwright.ops.rule import dim_letters, must_replicate
+from meshwright.ops.rule import must_replicate
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,3 @@ def _overlay_item(x: Item, y: Item) -> Item:
 def split_axes(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
     """Return the split letters, mapped to the axes that split them."""
     return {letter: dim_axes(tree) for letter, tree in strategy.splits if dim_axes(tree)}
-
-
-def letter_of_dim(site: Site, port: int, dim: int) -> tuple[str, ...]:
-    """Return the letters that make up a dim of an input port."""
-    return tuple(dim_letters(site.rule.inputs[port][dim]))

@@ -8,12 +8,11 @@ replicated, and the plan says so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from meshwright.core.graph import ROWS_MARK, Argument, Graph, Node, Ref, TensorType
 from meshwright.errors import MeshwrightError, RuleError
-from meshwright.ops.rule import Rule, parse_pattern
+from meshwright.ops.rule import Rule, parse_pattern, without_terms
 from meshwright.ops.special import SPECIAL
 from meshwright.ops.special.build import line, replicated
 
@@ -32,6 +31,11 @@ LINES: dict[str, str] = {
     "aten.vdot.default": "k, k -> ",
     "aten.outer.default": "m, n -> m n",
     "aten.bilinear.default": "... i, ... j, o i j (+ o) -> ... o",
+    "aten.cdist.default": "... p d!, ... r d! ~> ... p r",
+    # ---- cells of recurrent layers
+    "aten.lstm_cell.default": "b i!, b h!, b h!, @g! i!, @g! h! (, @g!) (, @g!) ~> b h!, b h!",
+    **_each("gru_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
+            "b i!, b h!, @g! i!, @g! h! (, @g!) (, @g!) ~> b h!"),
     # ---- pointwise, linear
     **_each("mul.Tensor mul.Scalar multiply.Tensor", "... (, ...) -> ..."),
     **_each(
@@ -88,6 +92,8 @@ LINES: dict[str, str] = {
     "aten.complex.default": "... + ... -> ...",
     "aten.polar.default": "..., ... ~> ...",
     # ---- dims whose positions matter
+    "aten.pixel_shuffle.default": "... (c r! s!) h w -> ... c (h r!) (w s!)",
+    "aten.pixel_unshuffle.default": "... c (h r!) (w s!) -> ... (c r! s!) h w",
     "aten.tril.default": "... r! c! -> ... r! c!",
     "aten.triu.default": "... r! c! -> ... r! c!",
     "aten.searchsorted.Tensor": "@n!, ... ~> ...",
@@ -153,7 +159,7 @@ def _without_squares(node: Node, rule: Rule) -> Rule:
             for other in range(len(uses)):
                 apart = other in term or not any(other in t for t in rule.terms)
                 if other != port and uses[other] == uses[port] and apart:
-                    return replace(rule, terms=())
+                    return without_terms(rule)
     return rule
 
 

@@ -261,7 +261,7 @@ class Table:
             for place in range(places):
                 members = self.members.take(sets[place])
                 held = [
-                    factor * np.where(members <= leaf, np.ceil(leaf / members), np.inf)
+                    factor * np.where(members <= np.maximum(leaf, 1), np.ceil(leaf / members), np.inf)
                     for factor, leaf in zip(factors[place], leaves[place], strict=True)
                 ]
                 total = total * functools.reduce(np.add, held)
@@ -290,7 +290,7 @@ class Table:
             parts: list[list[tuple[int, Any]]] = []
             for part in item:
                 places = [place_of.get(next(numbers), -1) for _ in part]
-                cut = [np.where(self.members <= n, np.ceil(n / self.members), np.inf) for n in part]
+                cut = [np.where(self.members <= max(n, 1), np.ceil(n / self.members), np.inf) for n in part]
                 parts.append([(k, c if k >= 0 else n) for k, c, n in zip(places, cut, part, strict=True)])
             if len(used := {k for part in parts for k, _ in part} - {-1}) == 1:
                 parts = [[(used.pop(), _fold([[[size for _, size in part] for part in parts]]))]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.collectives import COLLECTIVES, NOTHING, REGISTERED
 from meshwright.core.hashed import hashed_once
-from meshwright.core.mesh import Mesh
+from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.redistribute.steps import LOCAL, Step, wire_bytes
 
 ANY_LINK = "*"
@@ -65,12 +65,13 @@ class Prices:
         members along its own axes. Bytes go at the pace of the slowest link, but a row's rate is that of one rank while
         all send: a ring over two nodes with 8 members in each crosses between the nodes on 8 network cards at once, so
         the rate of a link counts once for each member that the group has on faster links (those later in the mesh).
-        With one link it is plainly ``rounds · latency`` and ``1 / rate``.
+        With one link it is plainly ``rounds · latency`` and ``1 / rate``. An axis in time sends nothing: what
+        micro-batches have is added up on the rank.
         """
         run = set(axes)
         members: dict[str, int] = {}  # link → members along its axes, slowest link first
         for axis in mesh.axes:
-            if axis.name in run and axis.size > 1:
+            if axis.name in run and axis.size > 1 and axis.link != IN_TIME:
                 members[axis.link] = members.get(axis.link, 1) * axis.size
         if kind in LOCAL or not members:
             return 0.0, 0.0

@@ -245,6 +245,15 @@ class _Problem:
                 after, moved = _pop(after, tops[0]), [tops[0], *moved]
             if moved:
                 yield _Move("all_gather", tuple(moved), after)
+        if knotted := self._knotted(state):
+            after = tuple(tuple(r for r in stack if r not in knotted) for stack in state[0])
+            yield _Move("all_gather", knotted, (after, state[1]))
+
+    def _knotted(self, state: State) -> tuple[Run, ...]:
+        """Return the runs that split and may move, if none is on top: parts of a concatenation that are split in
+        opposite orders block each other one by one."""
+        runs = tuple(r for r in self.target if self._leaves_of(state, r) and r not in self.fixed)
+        return () if any(self._on_top(state, r) for r in runs) else runs
 
     def _padded_where_they_stand(self, state: State) -> set[Run]:
         """Return the runs that end partial and have only such runs, or runs that never move, below them."""

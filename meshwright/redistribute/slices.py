@@ -164,6 +164,8 @@ class _Repeated:
         ]
         if self.by is not None and by != self.by:
             return False
+        if any(n < 0 for move, _ in by for n in move):  # a view cannot go backwards
+            return False
         self.by, self.last, self.count = by, pieces, self.count + 1
         return True
 

@@ -332,7 +332,7 @@ def test_a_trainable_tensor_outside_of_the_model_is_noted() -> None:
         return (model(batch["x"]) * outside - wanted).pow(2).mean()
 
     (note,) = capture(model, batch, loss).notes
-    assert "test_traps.py:" in note and "no parameter of the model" in note
+    assert "test_traps.py:" in note and "not a parameter of the model" in note
 
 
 @pytest.mark.parametrize("bag", (False, True), ids=("rows", "bags"))

@@ -37,13 +37,15 @@ def b(*shape: int) -> torch.Tensor:
 SAMPLES: dict[str, list[Build]] = {}
 
 
+def fresh(value: Any) -> Any:
+    """An argument whose tensors are made now."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(fresh, value))
+    return value() if callable(value) and not isinstance(value, torch.dtype) else value
+
+
 def add(op: str, *args: Any, **kwargs: Any) -> None:
     """One more sample; tensors among the arguments are given by functions so that each use is fresh."""
-
-    def fresh(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(fresh, value))
-        return value() if callable(value) and not isinstance(value, torch.dtype) else value
 
     def build() -> Sample:
         torch.manual_seed(1)
@@ -58,7 +60,7 @@ def twice(op: str, *args: Any, **kwargs: Any) -> None:
     def build() -> Sample:
         torch.manual_seed(1)
         x = f(4, 6)
-        return sample(op, x, x, *args, **kwargs)
+        return sample(op, x, x, *fresh(args), **kwargs)
 
     SAMPLES.setdefault(op, []).append(build)
 
@@ -78,6 +80,7 @@ add("aten.dot.default", T(f, 6), T(f, 6))
 add("aten.vdot.default", T(f, 6), T(f, 6))
 add("aten.outer.default", T(f, 4), T(f, 6))
 add("aten.bilinear.default", T(f, 4, 5), T(f, 4, 6), T(f, 8, 5, 6), T(f, 8))
+twice("aten.bilinear.default", T(f, 8, 6, 6), T(f, 8))
 for left, right in (((4, 6), (6, 5)), ((6,), (6, 5)), ((4, 6), (6,)), ((6,), (6,)), ((4, 5, 6), (6, 8)),
                     ((4, 1, 5, 6), (3, 6, 8)), ((4, 5, 6), (6,)), ((6,), (4, 6, 5)), ((5, 6), (4, 6, 8))):  # fmt: skip
     add("aten.matmul.default", T(f, *left), T(f, *right))
@@ -273,7 +276,7 @@ add("aten.div.Tensor_mode", T(f, 4, 6), 0.5, rounding_mode="floor")
 add("aten.div.Tensor_mode", T(f, 4, 6), T(p, 4, 6), rounding_mode=None)
 for op in ("neg", "clone", "contiguous", "alias", "detach", "conj", "lift_fresh_copy"):
     add(f"aten.{op}.default", T(f, 4, 6))
-C = lambda: torch.randn(4, 6, dtype=torch.complex128)  # noqa: E731
+C = lambda: torch.randn(4, 6, dtype=torch.complex128).requires_grad_()  # noqa: E731
 add("aten.real.default", C)
 add("aten.imag.default", C)
 add("aten.view_as_real.default", C)
@@ -468,3 +471,41 @@ for reduction in (0, 1, 2):
     add("aten.binary_cross_entropy_with_logits.default", T(f, 4, 6), T(lambda *s: p(*s).detach(), 4, 6), None,
         T(lambda *s: p(*s).detach(), 6), reduction)  # fmt: skip
 add(X, T(f, 6), lambda: torch.tensor(2), None, 1, -100, 0.0)
+
+# ---- recurrent
+for op, gates, more in (("lstm", 4, 1), ("gru", 3, 0), ("rnn_tanh", 1, 0), ("rnn_relu", 1, 0)):
+    for first, directions in ((True, 1), (False, 2)):
+        state = T(f, directions, 4, 6)
+        weights = [T(f, gates * 6, n) for n in (5, 6)] + [T(f, gates * 6)] * 2
+        add(
+            f"aten.{op}.input",
+            T(f, *((4, 3, 5) if first else (3, 4, 5))),
+            [state, state] if more else state,
+            weights * directions,
+            True,
+            1,
+            0.0,
+            True,
+            directions == 2,
+            first,
+        )
+for op, gates in (("lstm_cell", 4), ("gru_cell", 3), ("rnn_tanh_cell", 1), ("rnn_relu_cell", 1)):
+    for biases in ((), (T(f, gates * 6), T(f, gates * 6))):
+        state = [T(f, 4, 6), T(f, 4, 6)] if op == "lstm_cell" else T(f, 4, 6)
+        add(f"aten.{op}.default", T(f, 4, 5), state, T(f, gates * 6, 5), T(f, gates * 6, 6), *biases)
+
+# ---- images, distances, transforms
+add("aten.pixel_shuffle.default", T(f, 4, 12, 4, 5), 2)
+add("aten.pixel_unshuffle.default", T(f, 4, 3, 8, 10), 2)
+add("aten.cdist.default", T(f, 4, 5, 6), T(f, 4, 8, 6))
+add("aten.cdist.default", T(f, 5, 6), T(f, 8, 6), 1.0)
+for weights in ((None, None), (T(f, 6), T(f, 6))):
+    add("aten.instance_norm.default", T(f, 4, 6, 5, 3), *weights, None, None, True, 0.1, 1e-5, False)
+for op in ("fft_fft", "fft_ifft", "fft_rfft"):
+    add(f"aten.{op}.default", T(f, 4, 6, 5))
+    add(f"aten.{op}.default", T(f, 4, 6, 5), 8, 1)
+add("aten.fft_irfft.default", T(lambda *s: torch.randn(s, dtype=torch.complex128).requires_grad_(), 4, 6, 5))
+for op in ("var", "std"):
+    add(f"aten.{op}.dim", T(f, 4, 6, 5), [1], True, True)
+    add(f"aten.{op}.dim", T(f, 4, 6, 5), [0, 2], False)
+    add(f"aten.{op}.default", T(f, 4, 6))

@@ -1,5 +1,7 @@
 """The notation: what lines mean, which lines mean the same, and what is said of a wrong one."""
 
+import re
+
 import pytest
 
 from meshwright.core.graph import Graph, Input, Node, Ref, TensorType
@@ -18,7 +20,7 @@ def bound(text, inputs, outputs):
 def test_every_line_of_the_table_parses(text):
     pattern = parse_pattern(text)
     assert pattern.linear == ("->" in text)
-    assert pattern.replicated == {x.strip("@!") for x in text.replace(",", " ").split() if x.endswith("!")}
+    assert pattern.replicated == set(re.findall(r"(\w+)!", text))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_dims_of_one_size_in_an_ignored_port_have_nothing_in_common():
         ("m $ -> m", [], [], "stray '\\$'"),
         ("m -> ... m", [], [], "'...' only in an output"),
         ("m k, k n -> m n", [(4, 6)], [(4, 8)], "1 tensors for 2 ports"),
-        ("m k, k n -> m n", [(4, 6), (5, 8)], [(4, 8)], "k is 6 by one tensor and 5 by another"),
+        ("m k, k n -> m n", [(4, 6), (5, 8)], [(4, 8)], "k is 6 in one tensor and 5 in another"),
         ("m k -> m", [(4, 6)], [(4,), (6,)], "2 results for 1 ports"),
         ("m k -> m", [(4, 6, 2)], [(4,)], "a port has 2 dims"),
         ("m (a b) -> m", [(4, 6)], [(4,)], "does not follow from the shapes"),
@@ -146,6 +148,12 @@ def test_a_square_carries_no_pending_sum():
     node, types = node_of("aten.mul.Tensor", (4, 6), (4, 6), out=(4, 6))
     assert rule_of(node, types).terms == ((0, 1),)
     assert rule_of(node.with_uses(["x0", "x0"]), types).terms == ()
+
+
+def test_what_is_added_to_a_contraction_without_partial_sums_is_counted_once():
+    rule = bound("m k, n k + n ~> m n", [(4, 6), (8, 6), (8,)], [(4, 8)])
+    assert rule.terms == () and rule.replicated == {"k"} and "once per rank" in rule.why_replicated
+    assert bound("m k, n k ~> m n", [(4, 6), (8, 6)], [(4, 8)]).replicated == frozenset()
 
 
 @pytest.mark.parametrize(("scalar", "linear"), [(1.0, False), (0, True)])

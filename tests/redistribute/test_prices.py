@@ -93,3 +93,12 @@ def test_a_kind_without_a_row_cannot_be_used():
     mesh = Mesh.of(a=2)
     assert Prices.ring(1.0, 1.0).without("all_gather").seconds("all_gather", mesh, ("a",), 0.0) == math.inf
     assert Prices.ring(1.0, 1.0).seconds("slice", mesh, ("a",), 5.0) == 0
+
+
+def test_a_sum_over_micro_batches_sends_nothing():
+    prices = Prices.of({"all_reduce": {"chip": (1.0, 100.0)}})
+    mesh = Mesh.of(chip=2).linked({"chip": "chip"}).in_time(3)
+    assert mesh.time == ("time",)
+    assert prices.seconds("all_reduce", mesh, mesh.time, 24.0) == 0
+    both = prices.seconds("all_reduce", mesh, ("chip", *mesh.time), 24.0)
+    assert both == prices.seconds("all_reduce", mesh, ("chip",), 24.0)

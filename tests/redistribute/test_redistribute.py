@@ -115,6 +115,16 @@ def is_mixed(layout: TensorLayout) -> bool:
 # -------------------------------------------------------------------------------------------------- the laws
 
 
+# Split in opposite orders, so that neither axis can leave both parts before the other.
+KNOTTED = (
+    Mesh.of(a=2, b=2),
+    parse_layout("[{4/b.a | 2/a 2/b}]"),
+    parse_layout("[8/b]"),
+)
+
+
+@example(KNOTTED, RING, 0)
+@example((KNOTTED[0], parse_layout("[{4/b.a | 2/a 2/b}, 3]"), parse_layout("[8/a, 3/b]")), GLOO_LIKE, 1)
 @given(problems(), st.sampled_from([RING, GLOO_LIKE]), st.integers(0, 9))
 @settings(max_examples=400, deadline=None)
 def test_any_layout_to_any_other_keeps_the_values(problem, prices, seed):
@@ -167,6 +177,22 @@ def test_a_price_of_zero_means_that_nothing_is_sent(problem):
             for i, j in zip(src.indices(mesh, at), dst.indices(mesh, at), strict=True)
         )
         assert missing
+
+
+# Over three and two ranks in either order: the third rank of the first has elements before those of the second.
+@example((Mesh.of(a=3, b=2), parse_layout("[7/a.b, 4]"), parse_layout("[7/b.a, 4]")))
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_views_of_the_parts_of_all_members_only_move_forward(problem):
+    mesh, src, dst = problem
+    for step in redistribute(src, dst, mesh, 4, RING):
+        for rank in range(mesh.size):
+            plan = exchange(step, mesh, rank)
+            grids = [
+                *(plan.parts if plan.collective.splits else ()),
+                *(() if plan.collective.adds else plan.places),
+            ]
+            assert all(n >= 0 for grid in grids for move in grid.moves for n in move)
 
 
 @given(problems(), st.integers(0, 9))

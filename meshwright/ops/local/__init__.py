@@ -57,6 +57,10 @@ LOCAL: dict[str, Localizer] = {
     **dict.fromkeys(random.KINDS, random.random),
 }  # fmt: skip
 
+# They accept empty matrices. Schedules that delay the gradients of weights delay those of each of them on all ranks, or
+# ranks would begin the collectives behind them in different orders.
+MULTIPLY_EMPTY = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default"})
+
 
 def localize(
     site: Site, ports: Ports, mesh: Mesh, at: Coordinate, wanted: tuple[bool, ...] = ()
@@ -74,11 +78,11 @@ def localize(
         return localizer(sharded)
     if site.node.kwarg("seed") is not None:
         raise RuleError(
-            f"{site.node.op} draws numbers that ranks could not agree on",
+            f"{site.node.op} draws random numbers that would differ between ranks",
             where=site.node.where,
             hint="nn.Dropout between recurrent layers of one layer each; F.leaky_relu; known: "
             + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
         )
     # Few operators accept an empty tensor on every device, and their results would be empty as well.
-    empty = bool(site.node.uses) and all(0 in t.shape for t in sharded.outputs)
-    return (sharded.nothing() if empty else sharded.last(),)
+    empty = site.node.op not in MULTIPLY_EMPTY and all(0 in t.shape for t in sharded.outputs)
+    return (sharded.nothing() if empty and site.node.uses else sharded.last(),)

@@ -12,6 +12,7 @@ from meshwright.ops.special.loss import LOSS
 from meshwright.ops.special.norm import NORM
 from meshwright.ops.special.pointwise import POINTWISE
 from meshwright.ops.special.products import PRODUCTS
+from meshwright.ops.special.recurrent import RECURRENT
 from meshwright.ops.special.reduce import REDUCE
 from meshwright.ops.special.shape import SHAPE
 
@@ -24,6 +25,7 @@ SPECIAL: dict[str, Special] = {
     **ATTENTION,
     **INDEX,
     **EXPERTS,
+    **RECURRENT,
     **LOSS,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.graph import Node, Ref
 from meshwright.ops.rule import Rule
-from meshwright.ops.special.build import Special, Types, letters, line, make, shapes_in, text_of
+from meshwright.ops.special.build import Special, Types, letters, line, make, replicated, shapes_in, text_of
 
 
 def layer_norm(node: Node, types: Types) -> Rule:
@@ -33,6 +33,15 @@ def group_norm(node: Node, types: Types) -> Rule:
     return make([x, *[[("g", "c")]] * (len(node.uses) - 1)], [x], sizes, unsharded={"c", *spatial})
 
 
+def instance_norm(node: Node, types: Types) -> Rule:
+    """``n c h! w!, c, c ~> n c h! w!``; running statistics are means over the batch, which it then needs."""
+    source = shapes_in(node, types)[0]
+    if any(isinstance(arg, Ref) for arg in node.args[3:5]):
+        return replicated(node, types, "its running statistics are means over all examples")
+    x = text_of(["n", "c", *(f"h{i}!" for i in range(len(source) - 2))])
+    return line(node, types, f"{', '.join([x, *['c'] * (len(node.uses) - 1)])} ~> {x}")
+
+
 def batch_norm(node: Node, types: Types) -> Rule:
     """``n^ c h^ w^, c, c, c, c ~> n^ c h^ w^, c, c, c, c``: statistics are those of the full batch.
 
@@ -59,6 +68,7 @@ NORM: dict[str, Special] = {
     "aten.native_layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
     "aten.group_norm.default": group_norm,
+    "aten.instance_norm.default": instance_norm,
     "aten._native_batch_norm_legit_functional.default": batch_norm,
     "aten._native_batch_norm_legit_no_training.default": batch_norm,
     "aten._native_batch_norm_legit.no_stats": batch_norm,

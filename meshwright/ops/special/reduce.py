@@ -92,9 +92,9 @@ def roll(node: Node, types: Types) -> Rule:
 
 
 def fft(node: Node, types: Types) -> Rule:
-    """A transform over some dims (all, where none are given); its length may change."""
+    """A transform over some dims (all, or the last, where none are given); its length may change."""
     source = shapes_in(node, types)[0]
-    dims = dims_of(node.arg(2, "dim"), len(source))
+    dims = dims_of(node.arg(2, "dim", None if "fftn" in node.op else -1), len(source))
     after = [f"f{i}!" if i in dims else n for i, n in enumerate(letters(len(source)))]
     return line(node, types, f"{text_of(letters(len(source), dict.fromkeys(dims, '!')))} -> {text_of(after)}")
 
@@ -110,10 +110,11 @@ REDUCE: dict[str, Special] = {
     **_named("max.dim min.dim any.dim all.dim argmax.default argmin.default prod.dim_int median.dim logsumexp.default "
              "nansum.default any.dims all.dims", reduced()),
     **_named("var.correction std.correction var_mean.correction count_nonzero.dim_IntList", reduced(keep_at=99)),
+    **_named("var.dim std.dim", reduced(keep_at=3)),
     **_named("linalg_vector_norm.default norm.ScalarOpt_dim", reduced(2, 3)),
     **_named("kthvalue.default", reduced(2, 3)),
     **_named("max.default min.default any.default all.default prod.default median.default norm.Scalar "
-             "count_nonzero.default", all_reduced),
+             "count_nonzero.default var.default std.default", all_reduced),
     **_named("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("~>")),
     **_named("cumprod.default logcumsumexp.default cummax.default cummin.default sort.default "
              "argsort.default", along("~>")),
@@ -123,5 +124,6 @@ REDUCE: dict[str, Special] = {
     **_named("glu.default", resized("~>")),
     **_named("diff.default", resized("->", 2)),
     **_named("roll.default", roll),
-    **_named("fft_fftn.default fft_ifftn.default", fft),
+    **_named("fft_fftn.default fft_ifftn.default fft_fft.default fft_ifft.default fft_rfft.default "
+             "fft_irfft.default", fft),
 }  # fmt: skip
