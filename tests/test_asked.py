@@ -33,7 +33,9 @@ def step_of(**asked):
 @pytest.mark.parametrize("given", [{"mesh": 1}, {"mesh": None, "pins": {"linear": {"n": "dp"}}}])
 def test_what_a_plan_has_is_not_given_beside_it(given) -> None:
     plan = mw.plan(Normed(), {"x": X, "y": Y}, loss=loss, mesh=1)
-    with pytest.raises(PlanError, match=f"{next(n for n, v in given.items() if v)}= is given beside a plan"):
+    with pytest.raises(
+        PlanError, match=f"{next(n for n, v in given.items() if v)}= is given together with a plan"
+    ):
         step_of(plan=plan, **given)
 
 
@@ -52,7 +54,7 @@ def test_a_seed_is_a_whole_number() -> None:
 def test_a_cache_is_a_folder(cache) -> None:
     model, batch = Normed(), {"x": X, "y": Y}
     for _ in range(2):  # the second time the program is known, and no folder is looked into
-        with pytest.raises(CaptureError, match=r"cache=.* is no folder"):
+        with pytest.raises(CaptureError, match=r"cache=.* is not a folder"):
             mw.plan(model, batch, loss=loss, mesh=1, cache=cache)
         mw.plan(model, batch, loss=loss, mesh=1)
 

@@ -49,6 +49,7 @@ def test_a_limit_without_a_cluster_is_refused_as_nothing_would_keep_it() -> None
     [
         ({"mode": "dynamic"}, "there is no mode 'dynamic'", "dynamic_programming"),
         ({"mode": "Auto"}, "there is no mode 'Auto'", "auto"),
+        ({"mode": "parameter_servers"}, "there is no mode 'parameter_servers'", "parameter_server"),
         ({"space": "d"}, "there is no space 'd'", ""),
         ({"space": "A"}, "there is no space 'A'", "a"),
         ({"mode": "recursive_programming", "inner": "exacte"}, "inner='exacte'", "exact"),

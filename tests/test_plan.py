@@ -289,7 +289,7 @@ def test_a_wrong_entry_is_told_with_its_name_and_line(name: str) -> None:
             "hub of %linear as [96/tp, 24] grad dp",
             "its shape is [12, 24]",
         ),
-        (lambda p: {"again": frozenset({"up_0_bias"})}, "makes %up_0_bias again", "no hub"),
+        (lambda p: {"again": frozenset({"up_0_bias"})}, "recomputes %up_0_bias", "no hub"),
         (lambda p: {"folds": ((0, 9, 9),)}, "folds equal layers", "nodes 0 to 80, of"),
     ),
 )
@@ -392,7 +392,7 @@ def test_a_pin_makes_the_plan_again() -> None:
         plan.pin("down", k="tp")
     with pytest.raises(PlanError, match="takes no pins"):
         plan_of("mlp", 2, "data_parallel").pin("up.*", n="ranks")
-    with pytest.raises(PlanError, match="cannot be made again") as caught:
+    with pytest.raises(PlanError, match="cannot be planned again") as caught:
         Plan.from_json(plan.to_json()).pin("up.*", n="tp")
     assert "pins=" in caught.value.hint
 

@@ -200,7 +200,7 @@ def _note_lines(
             if at in lines:
                 lines[at] = key.start_mark.line + 1
                 raise reader.error(
-                    at, f"{show(at)} is there twice", why="which of them is meant?", hint="delete one"
+                    at, f"{show(at)} is there twice", why="a key has one value", hint="delete one"
                 )
             lines[at] = key.start_mark.line + 1
             _note_lines(value, at, lines, reader, seen)

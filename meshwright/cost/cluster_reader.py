@@ -206,7 +206,7 @@ class Reader:
             return self.error(
                 path,
                 f"{show(path)} is {describe(value)}, not a number",
-                why=f"it is in {unit}",
+                why=f"its unit is {unit}",
                 hint="80e9, 3.35e12 and 1_000 are numbers; the unit is in the key"
                 if isinstance(value, str)
                 else f"{path[-1]}: a number from {plain(least)} to {plain(most)}",
@@ -215,7 +215,7 @@ class Reader:
             return self.error(
                 path,
                 f"{show(path)} is {found:g}",
-                why=f"it counts {unit}, so it is a whole number",
+                why=f"it counts {unit}, so it must be a whole number",
                 hint=f"{path[-1]}: {math.floor(found)} or {math.ceil(found)}",
             )
         if found > 0 and unit != "units":

@@ -12,7 +12,7 @@ import functools
 from meshwright.cost import presets
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.cluster_data import Device, Measured
-from meshwright.cost.machine import launch_seconds, memory_rate
+from meshwright.cost.machine import launch_seconds, memory_rate, update_seconds
 from meshwright.cost.operators import Amount
 
 
@@ -45,4 +45,27 @@ def copy_seconds(size_bytes: float, cluster: Cluster) -> float:
     return moved / rate + launch_seconds(cluster.device, cluster.measured)
 
 
-__all__ = ["copy_seconds", "host_device", "place", "transfer_seconds"]
+def update_seconds_there(
+    elements: Amount,
+    states: int,
+    itemsize: int,
+    cluster: Cluster,
+    *,
+    host: bool = False,
+    offloaded: bool = False,
+    parameters: bool = False,
+) -> Amount:
+    """Return the seconds of an update of a parameter that is on the host during the step (`host`), or that is copied:
+    its optimizer is `offloaded`, or it is one of the `parameters` that are.
+
+    The gradient goes to the host and the weight comes back; an offloaded one is there, or is copied too. Each is a
+    separate copy, with its own launch.
+    """
+    seconds = update_seconds(elements, states, *place(cluster, offloaded or host), itemsize)
+    if not (offloaded or parameters) or not cluster.host_bytes_per_s:
+        return seconds
+    ways = 1 if offloaded and parameters else 2
+    return seconds + ways * transfer_seconds(elements * float(itemsize), cluster)
+
+
+__all__ = ["copy_seconds", "host_device", "place", "transfer_seconds", "update_seconds_there"]

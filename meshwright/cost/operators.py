@@ -21,7 +21,8 @@ import numpy as np
 from meshwright.core.graph import DTYPES, MOVES, PIN, START, WAIT, Node, TensorType
 from meshwright.cost.experts import Amount, Pair, expert_work
 from meshwright.ops.rule import Port, Rule
-from meshwright.ops.saved import EXTRA, fused_attention, saved
+from meshwright.ops.saved import fused_attention, saved
+from meshwright.ops.saved_extra import EXTRA
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int = 8) -> Description:
     for value, what in ((nodes, "nodes"), (ranks_per_node, "ranks_per_node")):
         if not is_whole(value) or value < 1:
             raise ClusterError(
-                f"{what} is {value!r}", why="it is a whole number, at least 1", hint=f"{what}=2"
+                f"{what} is {value!r}", why="it must be a whole number, at least 1", hint=f"{what}=2"
             )
     if nodes * ranks_per_node > MOST_RANKS:
         raise ClusterError(

@@ -59,7 +59,7 @@ def _check_hubs(plan: Plan, factors: Factors) -> None:
             )
     for name in sorted(plan.again - set(plan.hubs)):
         raise PlanError(
-            f"the plan makes %{name} again in backward", why="it has no hub to make again", hint=AGAIN
+            f"the plan recomputes %{name} in backward", why="it has no hub to recompute", hint=AGAIN
         )
 
 

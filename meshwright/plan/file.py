@@ -218,7 +218,7 @@ def _fields(file: _File) -> dict[str, Any]:
     hubs = file.entries("hubs", laid)
     if data.mode not in MODES:
         raise PlanError(
-            f"{source} has the mode {data.mode!r}, by which no plan is made",
+            f"{source} has the mode {data.mode!r}, which no plan has",
             why="modes: " + ", ".join(MODES),
             where=file.place("mode"),
             hint=did_you_mean(data.mode, MODES),
@@ -241,7 +241,7 @@ def _fields(file: _File) -> dict[str, Any]:
         ),
         "keeps": data.keeps,
         "hosts": file.entry(
-            "hosts", lambda names: _among(names, nodes, "is no node of the plan"), data.hosts
+            "hosts", lambda names: _among(names, nodes, "is not a node of the plan"), data.hosts
         ),
         "world": file.entry("world", _mesh, data.world) if data.world is not None else None,
         "stages": file.entry("stages", _stages, data.stages),
@@ -367,7 +367,7 @@ def _mesh(data: _Mesh) -> Mesh:
     mesh = Mesh(axes, tuple((name, tuple(run)) for name, run in data.names), tuple(data.order))
     if sorted(a for _, run in mesh.names for a in run) != sorted(mesh.sizes) or len(mesh.sizes) != len(axes):
         raise MeshError(
-            "its names do not stand for its axes", why=f"axes {list(mesh.sizes)}, names {dict(mesh.names)}"
+            "its names do not match its axes", why=f"axes {list(mesh.sizes)}, names {dict(mesh.names)}"
         )
     return mesh
 
@@ -393,7 +393,7 @@ def _among(names: list[str], known: Collection[str], lacks: str) -> frozenset[st
 
 def _stages(data: dict[str, list[str]]) -> dict[str, int]:
     if wrong := [stage for stage in data if not (stage.isascii() and stage.isdigit() and len(stage) < 6)]:
-        raise ValueError(f"{wrong[0]!r:.40} is no number of a stage")
+        raise ValueError(f"{wrong[0]!r:.40} is not the number of a stage")
     return {name: int(stage) for stage, names in data.items() for name in names}
 
 

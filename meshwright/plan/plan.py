@@ -339,7 +339,9 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _without_model(hint: str) -> PlanError:
-    return PlanError("a plan from a file cannot be made again", why="it does not hold the model", hint=hint)
+    return PlanError(
+        "a plan from a file cannot be planned again", why="the file does not contain the model", hint=hint
+    )
 
 
 def _lacks(entries: Container[str], names: Iterable[tuple[str, str]]) -> bool:

@@ -27,8 +27,8 @@ from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
-from meshwright.cost.host import place, transfer_seconds
-from meshwright.cost.machine import issue_seconds, launches_of, seconds, update_seconds
+from meshwright.cost.host import place, transfer_seconds, update_seconds_there
+from meshwright.cost.machine import issue_seconds, launches_of, seconds
 from meshwright.cost.operators import Amount, Work, work
 from meshwright.ops.collectives import KernelCollective, kernel_collectives
 from meshwright.ops.factors import Site
@@ -321,14 +321,14 @@ def parameter_prices(
         if entry.needs_grad:
             elements = math.prod(update_layout(parts, entry).local_shape(mesh, at))
             offloaded = "optimizer" in parts.plan.techniques.offload
-            there = place(cluster, offloaded or entry.name in parts.resharded.hosted)
-            update = update_seconds(float(elements), optimizer_states, *there, DTYPES[entry.type.dtype])
-            host_parameters = entry.name in parts.resharded.host_parameters
-            if (offloaded or host_parameters) and cluster.host_bytes_per_s:
-                # The gradient goes to the host and the weight comes back; an offloaded one is there, or is copied too.
-                # Each is a separate copy, with its own launch.
-                ways = 1 if offloaded and host_parameters else 2
-                size = float(elements * DTYPES[entry.type.dtype])
-                update += ways * transfer_seconds(size, cluster)
+            update = update_seconds_there(
+                float(elements),
+                optimizer_states,
+                DTYPES[entry.type.dtype],
+                cluster,
+                host=entry.name in parts.resharded.hosted,
+                offloaded=offloaded,
+                parameters=entry.name in parts.resharded.host_parameters,
+            )
             found[entry.name] = (sent.get(entry.name, 0.0), float(update))
     return found

@@ -57,7 +57,7 @@ def _check_whole(
         if axes and held and not _takes(context, node, port, have, axes):
             raise StrategyError(
                 f"the {spec.what} splits dim {dim} of {spec.node.outputs[0]} into {context.mesh.count(axes)} blocks, "
-                f"which {node.op} must keep whole",
+                f"which {node.op} needs replicated",
                 why=site.rule.why_replicated or _why(site, letters),
                 where=spec.node.where,
                 hint=f'mw.rule({node.op.removesuffix(".default")!r}, "…") says how it can be split, or 1 for that dim'

@@ -67,7 +67,7 @@ def _check_rank(spec: PinSpec) -> None:
             f"the {spec.what} has {count} {'entry' if count == 1 else 'entries'} for a tensor of {len(shape)} dims",
             why=f"the tensor is {spec.tensor}",
             where=spec.node.where,
-            hint="one entry for each dim; 1 keeps it whole",
+            hint="one entry for each dim; 1 leaves it unsplit",
         )
     for dim, (blocks, n) in enumerate(zip(spec.blocks or (), shape, strict=False)):
         if blocks > n:

@@ -21,7 +21,15 @@ from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch_rows
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
-from meshwright.search.memory_limit import fits, limited, nearer, offer, priced_by_bytes, smaller_limits
+from meshwright.search.memory_limit import (
+    fits,
+    limited,
+    nearer,
+    offer,
+    priced_by_bytes,
+    smaller_limits,
+    step_of,
+)
 from meshwright.search.planner import Planner, SearchResult, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import solve, solve_limited
@@ -337,8 +345,3 @@ def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
                 ranks = context.mesh.count([a.name for a in context.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found
     yield "recursion", recursion(planner)(None)
-
-
-def step_of(found: SearchResult) -> float:
-    """Seconds of the simulated step; the price where nothing was simulated."""
-    return found.claims.get("step_seconds", found.claims["price_seconds"])

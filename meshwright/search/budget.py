@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Prices = tuple[tuple[float, float], ...]
-"""Prices of a byte of states and of a byte of activations, in steps that a device's memory full of them costs."""
+"""Prices of a byte of states and of a byte of activations, in steps that all bytes of the quickest choice cost."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class MemoryBudget:
     # Of the limit: sums that leave more room need no simulation before a search. Of the lowest peak of the choices of
     # least bytes: how far below it a search may still come.
     little_room: float = 0.5
-    within_reach: float = 0.7
+    within_reach: float = 0.93
     # Parts of the batch that a refusal tries, and how many it names.
     batch_parts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     batch_parts_named: int = 3
@@ -192,9 +192,11 @@ class AutoBudget:
 class TechniquesBudget:
     """``auto`` over techniques (`search/joint`): recompute, micro-batches, offload, slices, interleaving."""
 
-    # Simulations of choices under techniques; they are ordered by estimates, so the best comes early.
+    # Simulations of choices under techniques that fit; they are ordered by estimates, so the best comes early.
     simulations: int = 20
-    # Simulations, one after the other, that are no quicker than the best so far or do not fit, before they end.
+    # Of those that do not fit, and twice as many where one of them nearly does: the quickest fit least.
+    over_limit: int = 20
+    # Simulations, one after the other, that fit and are no quicker than the best so far, before they end.
     patience: int = 5
     # Simulations of one stage in all, for models of more operators than these: each takes half a second and more.
     large_nodes: int = 1000
@@ -253,10 +255,14 @@ class TechniquesBudget:
     alpha: float = 0.5
     # Times the limit: an estimated peak up to it is still simulated.
     slack: float = 1.1
+    # The same of its sums, which seldom are above a simulation.
+    sums_slack: float = 1.02
     # Of the bytes without a technique: what saves less is not worth a simulation.
     worth_saving: float = 0.99
     # Of seconds: candidates of different spaces that differ by no more count as one.
     same_candidate: float = 2e-4
+    # Of the least bytes that sums of others missed under other techniques: what those of a candidate miss at least.
+    missed_share: float = 0.5
     # Candidates simulated under the same techniques from which the lateness of others is estimated.
     late_samples: int = 3
 
@@ -280,6 +286,8 @@ class StagesBudget:
     near: float = 0.1
     # What the choices of a front are optimal for: gradients are accumulated, so states weigh more.
     prices: Prices = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))
+    # Of a stage's forward: what a message takes at least where `gpipe` is looked at.
+    heavy_message: float = 0.1
     # Chains of shardings that are solved for one bound, and of the best step how near a bound needs no more.
     bound_solves: int = 24
     bound_close: float = 0.02

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from meshwright.core.graph import Graph, Node
-from meshwright.core.layout import TensorLayout, normalize, only_axes
+from meshwright.core.layout import TensorLayout, normalize
 from meshwright.core.mesh import Mesh
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import (
@@ -69,10 +69,6 @@ class SearchContext:
         if known is None:  # the strategy is kept with it, so that its identity stays its own
             known = self._ports[key] = (strategy, layouts(self.site(node.name), strategy))
         return known[1]
-
-    def seen_on(self, layout: TensorLayout, axis: str) -> TensorLayout:
-        """A layout on one axis alone, in normal form, without the gradient half."""
-        return normalize(only_axes(layout.forward, (axis,)), self.mesh)
 
 
 def options(context: SearchContext, node: Node, axis: str, fixed: Strategy) -> Iterator[Strategy]:

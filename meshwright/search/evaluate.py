@@ -77,10 +77,11 @@ class Evaluator:
     hosts: frozenset[str] = frozenset()
     techniques: Techniques = NONE
 
-    def in_full(self, choice: Choice, *, timed: bool = True) -> Evaluation:
+    def in_full(self, choice: Choice, *, timed: bool = True, most: float = math.inf) -> Evaluation:
         """The same from the full program: what three layers cannot show is where buckets of gradients end."""
         seen = self._evaluated(self.folds.full, choice)
         where = max(seen.most, key=lambda instant: seen.most[instant])
+        timed = timed and seen.most[where] <= most
         line = step_times(seen.parts, self.cluster, self.optimizer_states) if timed else None
         return Evaluation(
             line.step_seconds if line else math.inf,
@@ -92,11 +93,11 @@ class Evaluator:
             timed=timed,
         )
 
-    def __call__(self, choice: Choice, *, timed: bool = True) -> Evaluation:
-        """Seconds of the simulated step, if it is to be `timed`, and the most bytes on the rank that holds most, with
-        when that is."""
+    def __call__(self, choice: Choice, *, timed: bool = True, most: float = math.inf) -> Evaluation:
+        """Seconds of the simulated step, if it is to be `timed` and takes no more than `most` bytes, and the most bytes
+        on the rank that holds most, with when that is."""
         if self.techniques.names_layers or self.folds.is_whole:
-            return self.in_full(choice, timed=timed)
+            return self.in_full(choice, timed=timed, most=most)
         repeats = self.folds.repeats
         few = [min(self._least(layers), count) for layers, count in zip(self._layers, repeats, strict=True)]
         short = self._run(choice, few)
@@ -107,15 +108,16 @@ class Evaluator:
             long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
             hosted += more * (long.host_bytes - short.host_bytes)
             longer.append(long)
-        step = self._step(short, longer, times) if timed else None
         lines = self._lines(short.most, few, [long.most for long in longer])
-        most = {instant: max(map(sum, each)) for instant, each in lines.items()}
-        where = max(most, key=lambda instant: most[instant])
+        sizes = {instant: max(map(sum, each)) for instant, each in lines.items()}
+        where = max(sizes, key=lambda instant: sizes[instant])
+        timed = timed and sizes[where] <= most
+        step = self._step(short, longer, times) if timed else None
         last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
         inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
         return Evaluation(
             step.step_seconds if step else math.inf,
-            float(most[where]),
+            float(sizes[where]),
             where,
             float(hosted),
             max(0.0, step.exposed_seconds) if step else 0.0,

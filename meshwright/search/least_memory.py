@@ -186,14 +186,6 @@ def lowest_peak(planner: Planner) -> float:
     return least_memory(planner).lowest_peak
 
 
-def lowest_peak_of(planner: Planner) -> float:
-    """Bytes of the lowest peak of all of them, a few programs; inf without a simulation."""
-    if planner.evaluator is None:
-        return math.inf
-    choices = least_memory(planner)
-    return min(planner.peak_bytes(choices.evaluated(states)) for states in choices)
-
-
 def any_fits(planner: Planner) -> bool:
     """Return whether one of them fits. It stops at the first that does."""
     return any(
@@ -213,6 +205,5 @@ __all__ = [
     "least_memory",
     "least_bytes_of",
     "lowest_peak",
-    "lowest_peak_of",
     "saved",
 ]

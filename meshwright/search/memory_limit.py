@@ -16,7 +16,6 @@ from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import rows_chosen, states_with
-from meshwright.search.space.memory import INSTANTS
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ def limited(
     nearest: SearchResult | None = None
     first: SearchResult | None = None
     stopped = False
+    # Seconds of what does not fit are asked for where they may end the search alone.
+    most = (planner.request.memory_bytes or np.inf) if below == np.inf else np.inf
     for _ in range(MEMORY.tightenings):
         found_any = False
         solution = solve_limited(
@@ -89,13 +90,13 @@ def limited(
         if solution.states is None:
             break
         decided = bool(np.any(solution.multipliers > 0))
-        found = planner.found(space, solution.states, {"memory_decided": True} if decided else {})
+        found = planner.found(space, solution.states, {"memory_decided": True} if decided else {}, most=most)
         if fits(planner, found):
             first = found
             offer(planner, found)
             break
         nearest = nearer(planner, nearest, found)
-        if found.claims.get("step_seconds", 0.0) >= below:
+        if found.claims.get("step_seconds", 0.0) >= below < np.inf:
             return Limited(None, bound, nearest)
         if stop.now():
             break
@@ -127,10 +128,10 @@ def _objective(found: SearchResult, problem: Problem) -> float:
 def _weighed(
     planner: Planner, space: Space, problem: Problem, memory: Memory, price: np.ndarray | None
 ) -> SearchResult:
-    """The optimum with a price per byte at each instant."""
+    """The optimum with a price per byte at each instant; its step is simulated where it fits."""
     asked = problem if price is None else memory.weighed(problem, price)
     solution = solve(asked, ended=planner.request.stop.now)
-    return planner.found(space, solution.states, {})
+    return planner.found(space, solution.states, {}, most=planner.request.memory_bytes or np.inf)
 
 
 def smaller_limits(planner: Planner, space: Space, memory: Memory) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -179,7 +180,7 @@ def priced_by_bytes(
         offer(planner, found)
         return found, None
     assert planner.request.memory_bytes is not None
-    instants = len(INSTANTS)
+    instants = planner.instants
     nearest: SearchResult | None = found
     first = found.claims["price_seconds"] / planner.request.memory_bytes / 8
     best: SearchResult | None = None
@@ -213,8 +214,12 @@ def priced_by_bytes(
 def offer(planner: Planner, found: SearchResult) -> None:
     """Offer a choice that fits as the answer, should the time be up before a better one is known."""
     if fits_in_both(planner, found):
-        seconds = found.claims.get("step_seconds", found.claims["price_seconds"])
-        planner.request.stop.offer(seconds, (planner.under(found.techniques), found))
+        planner.request.stop.offer(step_of(found), (planner.under(found.techniques), found))
+
+
+def step_of(found: SearchResult) -> float:
+    """Seconds of the simulated step; the price where nothing was simulated."""
+    return found.claims.get("step_seconds", found.claims["price_seconds"])
 
 
 def fits_in_both(planner: Planner, found: SearchResult) -> bool:

@@ -247,7 +247,7 @@ def within_limit(plan: Plan, request: Request) -> Plan:
     searches = (
         f'mode="{plan.mode}" searches nothing that would, mode="auto" does'
         if plan.mode not in SEARCHES
-        else "stages, or what was asked for beside the search, take more than it knew"
+        else "stages, or techniques that were requested, take more than the search knew"
     )
     asked = plan.techniques
     places = plan.ranks.size // plan.mesh.size  # of a pipeline, each of which may have several stages
@@ -322,11 +322,12 @@ def _check_mode(mode: str, mesh: Mesh, pins: Any, request: Request | None) -> No
             hint='mw.train_step(model, optimizer, batch, loss=…, mode="parameter_server"), or mw.parameter_server(…) '
             "(docs/how-to/use-parameter-servers.md)",
         )
+    known = (*MODES, "parameter_server")
     if mode not in MODES:
         raise PlanError(
             f"there is no mode {mode!r}",
-            why="modes: " + ", ".join(MODES),
-            hint=called_here(mode) or did_you_mean(str(mode), MODES),
+            why="modes: " + ", ".join(known),
+            hint=called_here(mode) or did_you_mean(str(mode), known),
         )
     if mode == "stand_alone" and mesh.size != 1:
         raise PlanError(

@@ -39,6 +39,7 @@ class OptionTables:
         value = {name: k for k, name in enumerate(self.values)}
         self.value = value
         self.size_bytes = [t.size_bytes for t in graph.types.values()]
+        self.graded = [any(node.needs_grad) for node in graph.nodes]
         self.has_grad = [name in graph.needs_grad for name in self.values]
         self.uses = [tuple([value[u] for u in n.uses]) for n in graph.nodes]
         self.makes = [tuple([value[v] for v in n.values]) for n in graph.nodes]
@@ -149,7 +150,6 @@ class Choices:
         self.site, self.places = site, places
         self.entries = tuple(entries_of(site))
         self.letters = tuple(dict.fromkeys(e.letter for e in self.entries if e.letter))
-        self.throughs = tuple(o for o, e in enumerate(self.entries) if e.through)
         self._codes: dict[int, PortCodes] = {}
 
     def codes(self, members: int) -> PortCodes:

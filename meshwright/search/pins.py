@@ -214,7 +214,7 @@ def check_pins(pins: Any) -> None:
     if not isinstance(pins, Mapping):
         raise StrategyError(
             f"pins={pins!r} is {a_type(pins)}",
-            why="pins map a pattern of module names to factors, and those to axes",
+            why="pins map patterns of module names to factors, and factors to axes",
             hint=f"pins={shape}",
         )
     for pattern, splits in pins.items():
@@ -223,7 +223,7 @@ def check_pins(pins: Any) -> None:
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise StrategyError(
                 f"pins={pins!r:.80} has {wrong[0]!r} where a name is expected",
-                why=f"it is {a_type(wrong[0])}; patterns of modules and factors are texts, the number of a dim too",
+                why=f"it is {a_type(wrong[0])}; module patterns, factors and dim numbers are strings",
                 hint=f'{shape}, or {{"blocks.*.up.weight": {{"0": "tp"}}}}',
             )
         if not isinstance(splits, Mapping):
@@ -237,7 +237,7 @@ def check_pins(pins: Any) -> None:
             if not isinstance(names, Sequence) or not all(isinstance(a, str) for a in names):
                 raise StrategyError(
                     f"the pin of {pattern!r} splits {letter} over {axes!r}",
-                    why="a factor is split over an axis of the mesh, by its name, or over several",
+                    why="a factor is split over mesh axes, given by name: one, or a tuple of them",
                     hint=f'{shape}, or {{"n": ("dp", "tp")}}; the mesh says how many blocks that is',
                 )
 

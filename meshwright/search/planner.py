@@ -26,19 +26,14 @@ from meshwright.search.space.cache import SharedResults
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.constraints import constrained_options, honouring
+from meshwright.search.space.demands import Demands
 from meshwright.search.space.families import Family, in_pieces, named, resting, runs
-from meshwright.search.space.memory import (
-    Demands,
-    Elsewhere,
-    demands_of,
-    fixed_bytes,
-    gathered_bytes,
-    memory_of,
-    summed_bytes,
-)
+from meshwright.search.space.memory import demands_of, fixed_bytes, instants, memory_of
+from meshwright.search.space.micro_batches import MicroBatches
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import Ties, Wiring
 from meshwright.search.stop import Stop
+from meshwright.search.techniques.elsewhere import Elsewhere
 from meshwright.search.techniques.offload import elsewhere
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.vectorized.kinds import kinds_of
@@ -152,10 +147,24 @@ class Planner:
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:
         """Return a lower bound of the memory of each choice under the techniques."""
         again, states = again_of(space.graph, self.techniques.recompute), self._states(optimizer_states)
-        return self.in_pieces(space, memory_of(space, states, again, self._elsewhere()))
+        found = memory_of(space, states, again, self._elsewhere(), self._layered)
+        return self.in_micro_batches.memory(space, found)
+
+    @property
+    def instants(self) -> int:
+        """At how many instants bytes are summed under the techniques."""
+        return instants(self.context.graph, self._layered)
+
+    @property
+    def _layered(self) -> bool:
+        """Whether each layer is computed again in full."""
+        return self.techniques.recompute == "full"
 
     def _elsewhere(self) -> Elsewhere:
-        return elsewhere(self.context.graph, self.techniques, self.hosts, self.ties.times)
+        return self.kept.once(
+            ("elsewhere", self.techniques),
+            lambda: elsewhere(self.context.graph, self.techniques, self.hosts, self.ties.times),
+        )
 
     def _states(self, optimizer_states: int | None) -> int:
         """Moments of a parameter element on the device."""
@@ -163,30 +172,14 @@ class Planner:
             return 0
         return self.request.optimizer_states if optimizer_states is None else optimizer_states
 
-    def in_pieces(self, space: Space, whole: Memory) -> Memory:
-        """Scale the memory of a full batch to the micro-batches that are in flight at once."""
+    @property
+    def in_micro_batches(self) -> MicroBatches:
+        """How the bytes of a full batch become those of the micro-batches that are in flight at once."""
         asked = self.techniques
-        if asked.micro_batches == 1:
-            return whole
-        away = self._elsewhere()
-        owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-        # Nothing of them is left at the update.
-        more = (self.request.in_flight - 1) * np.array([1.0, 0.0, 1.0])
-        amounts = [
-            a + more * gathered_bytes(space, owned[v])[:, None]
-            if v in owned
-            else (1 + more) * a / asked.micro_batches
-            for v, a in enumerate(whole.amounts)
-        ]
-        parted = asked.gradient_accumulation_shard
-        for number, name in owned.items():
-            if name in space.graph.needs_grad and name not in space.hosted:
-                # Gradients of the micro-batches before are there.
-                gradients = summed_bytes(space, name, parted=parted or name in away.host_parameters)
-                amounts[number] = amounts[number] + gradients[:, None] * np.array([1.0, 0.0, 1.0])
-        # Each of the micro-batches keeps what its readers gathered for themselves.
-        pairs = {key: (1 + more)[:, None, None] * block for key, block in whole.pairs.items()}
-        return Memory(tuple(amounts), pairs)
+        hosted = self._elsewhere().host_parameters if asked.micro_batches > 1 else ()
+        return MicroBatches(
+            asked.micro_batches, self.request.in_flight, asked.gradient_accumulation_shard, hosted
+        )
 
     def problem(self, space: Space, alpha: float | None = None) -> Problem:
         """Return the problem to minimise in a space under the techniques."""
@@ -263,7 +256,17 @@ class Planner:
             again, away = again_of(graph, asked.recompute), self._elsewhere()
             ranks, states = self.context.mesh.size, self._states(None)
             demands = demands_of(
-                graph, self.values, self.ties, wiring, cluster, ranks, hosts, states, again, away
+                graph,
+                self.values,
+                self.ties,
+                wiring,
+                cluster,
+                ranks,
+                hosts,
+                states,
+                again,
+                away,
+                self._layered,
             )
             demands = demands.in_pieces(asked.micro_batches, parted=asked.gradient_accumulation_shard)
         return IsomorphicGraph(
@@ -304,12 +307,19 @@ class Planner:
         return None if self.request.memory_bytes is None else self.request.memory_bytes - fixed_bytes(space)
 
     def found(
-        self, space: Space, states: Sequence[int], claims: Mapping[str, Any], *, timed: bool = True
+        self,
+        space: Space,
+        states: Sequence[int],
+        claims: Mapping[str, Any],
+        *,
+        timed: bool = True,
+        most: float = math.inf,
     ) -> SearchResult:
-        """A choice with what it claims, simulated where the request says so; its bytes alone unless `timed`."""
+        """A choice with what it claims, simulated where the request says so; its bytes alone unless `timed`, and where
+        they are more than `most`."""
         parts = space.price(states, self.techniques.micro_batches)
         choice = space.choice(states)
-        evaluation = self._evaluation(choice, timed)
+        evaluation = self._evaluation(choice, timed, most)
         told = {
             "cluster": self.request.cluster.name,
             "price_seconds": parts.total,
@@ -321,15 +331,16 @@ class Planner:
         }
         return SearchResult(choice, space, tuple(states), told, evaluation, self.techniques)
 
-    def _evaluation(self, choice: Choice, timed: bool) -> Evaluation | None:
+    def _evaluation(self, choice: Choice, timed: bool, most: float) -> Evaluation | None:
         """Evaluate a choice. Cached, as searches with different prices often end with equal choices."""
         if self.evaluator is None:
             return None
         parts = (choice.strategies, choice.inputs, choice.hubs)
         key = (self.techniques, choice.again, *(frozenset(part.items()) for part in parts))
-        if key not in self._evaluated or (timed and not self._evaluated[key].timed):
-            self._evaluated[key] = self.evaluator(choice, timed=timed)
-        return self._evaluated[key]
+        known = self._evaluated.get(key)
+        if known is None or (timed and not known.timed and known.peak_bytes <= most):
+            known = self._evaluated[key] = self.evaluator(choice, timed=timed, most=most)
+        return known
 
     def settled(self, found: SearchResult, *, timed: bool = True) -> SearchResult:
         """A choice that is to be answered, evaluated in full unless the model is so large that it would take long; its
@@ -431,7 +442,7 @@ def check_request(request: Request) -> None:
         )
     if request.inner not in ("exact", "greedy"):
         raise PlanError(
-            f"inner={request.inner!r} is no inner search",
+            f"inner={request.inner!r} is not an inner search",
             why='there are "exact" and "greedy"',
             hint='inner="exact"',
         )

@@ -151,7 +151,7 @@ class _Wave:
             if want in self.wanted[v] or (v, want) in seen:
                 continue
             seen.add((v, want))
-            have, grad = self.decided[v], option_tables.has_grad[v]
+            have, grad = self.decided[v], option_tables.has_grad[v] and option_tables.graded[node]
             if have != OPEN:
                 cost = self.moved(have, _forward(want), v)
                 moved, transitions = moved + cost, transitions + (cost > 0)

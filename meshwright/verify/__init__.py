@@ -85,7 +85,7 @@ def verify(
         raise RunError(
             f"dtype={dtype!r}",
             why="a proof is computed in one of " + ", ".join(map(str, TOLERANCE)),
-            hint="dtype=torch.float64, in which differences are rounding alone",
+            hint="dtype=torch.float64, in which differences are only rounding",
         )
     captured = captured_of(model, batch, loss)
     chosen = plan if plan is not None else plan_captured(captured, mesh, mode, pins, techniques=asked)
@@ -239,7 +239,7 @@ def _check_number(loss: torch.Tensor) -> None:
         raise RunError(
             f"the loss of one device is {loss.item():g}, so that nothing can be compared",
             why="plain PyTorch gives it for this model and this batch, without any plan",
-            hint="a batch whose labels count, and weights for which the loss is a number",
+            hint="a batch with valid labels, and weights for which the loss is finite",
         )
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_fails_ends_it_with_its_reason(tmp_path: Path) -> None:
     [
         (("--nproc", "0"), "--nproc is 0"),
         (("--nproc", "two"), "--nproc is 'two'"),
-        (("--nproc", "100000"), "more than 8 ranks that take turns on a core"),
+        (("--nproc", "100000"), "more than 8 ranks on a core"),
         (("-o", "no/such/folder/c.yaml"), "cannot be written to no/such/folder/c.yaml"),
         (("-o", "."), "it is a folder"),
     ],

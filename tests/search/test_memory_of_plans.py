@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from meshwright.compile import captured_of
 from meshwright.core.mesh import Mesh
@@ -17,7 +18,7 @@ from meshwright.request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded, without_folds
 from meshwright.search.planner import Planner, families_of
-from meshwright.search.solve import solve
+from meshwright.search.solve import Problem, solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
 from tests.breadth import first
@@ -29,7 +30,12 @@ MODELS = ["wide mlp", "mlp", "gpt", *(pytest.param(name, marks=pytest.mark.slow)
 
 def planner_of(model: str, mesh: str, kind: str) -> Planner:
     """As a search would have it: layers planned once, and an evaluator for all of them."""
-    captured = captured_of(*built(model))
+    return planner_for(*built(model), mesh=mesh, kind=kind)
+
+
+def planner_for(model: Any, batch: Any, loss: Any, mesh: str = "2x2", kind: str = "gpu") -> Planner:
+    """The same of any model."""
+    captured = captured_of(model, batch, loss)
     where = cluster(kind, mesh)
     request = request_for(where)
     assert request is not None
@@ -58,6 +64,63 @@ def test_the_sums_are_not_more_than_the_simulation(model: str, kind: str) -> Non
         evaluation = planner.evaluator(space.choice(states))
         sums = memory.totals(states) + fixed_bytes(space)
         assert sums.max() <= evaluation.peak_bytes, (number, sums, evaluation)
+
+
+AGAIN = {"recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        ("mlp", {"micro_batches": 2}),
+        ("deep llama", AGAIN),
+        ("deep llama", {"micro_batches": 2}),
+        pytest.param("wide gpt", AGAIN, marks=pytest.mark.slow),
+        pytest.param("wide gpt", {"micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param("wide gpt", {**AGAIN, "micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param("deep llama", {**AGAIN, "micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param("wide gpt-oss", AGAIN, marks=pytest.mark.slow),
+    ],
+)
+def test_the_sums_under_techniques_are_near_the_simulation_and_not_above(
+    model: str, asked: dict[str, object]
+) -> None:
+    """What is computed again of one layer is in them; gradients that micro-batches add up in a bucket are there once.
+    They do not know in which order results go, and so may be a little high."""
+    planner = planner_of(model, "2x2", "gpu").under(techniques_from(asked))
+    space = planner.space(named([[0], [1]]))
+    memory, problem, draw = planner.memory(space), planner.problem(space), np.random.default_rng(0)
+    shares: list[float] = []
+    for _ in range(5):
+        unary = tuple(u * draw.uniform(0.2, 5.0, len(u)) for u in problem.unary)
+        states = solve(replace(problem, unary=unary)).states
+        sums = memory.totals(states).max() + fixed_bytes(space)
+        shares.append(sums / planner.found(space, states, {}, timed=False).claims["peak_bytes"])
+    assert max(shares) <= 1.02 and np.median(shares) >= 0.75, shares
+
+
+class Compared(torch.nn.Module):
+    """A value with three readers in layouts of their own, of which one only compares it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.b(torch.where(h > 0, h, h.mean(-1, keepdim=True)))
+
+
+def test_a_value_that_is_only_compared_sends_no_gradient_back() -> None:
+    """Of choices drawn at random: some bring it to the three readers in one message, whose gradients are two."""
+    planner = planner_for(Compared(), torch.randn(8, 8), lambda m, x: m(x).square().mean())
+    space, draw = planner.space(families_of(planner)[0][1]), np.random.default_rng(1)
+    problem = space.problem()
+    pairs = {key: np.where(np.isfinite(m), 0.0, np.inf) for key, m in problem.pairs.items()}
+    assert planner.evaluator is not None
+    for _ in range(40):
+        unary = tuple(np.where(np.isfinite(u), draw.random(len(u)), np.inf) for u in problem.unary)
+        assert planner.evaluator(space.choice(solve(Problem(unary, pairs)).states)).peak_bytes > 0
 
 
 @pytest.mark.parametrize(

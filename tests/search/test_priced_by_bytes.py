@@ -36,7 +36,7 @@ def searched(
     monkeypatch.setattr(
         memory_limit, "nearer", lambda planner, one, other: max(one, other, key=lambda c: c.per_byte)
     )
-    planner: Any = SimpleNamespace(request=SimpleNamespace(stop=Stop(), memory_bytes=1.0))
+    planner: Any = SimpleNamespace(request=SimpleNamespace(stop=Stop(), memory_bytes=1.0), instants=3)
     found, nearest = memory_limit.priced_by_bytes(planner, run)  # the first price is 1
     return found, nearest, prices
 

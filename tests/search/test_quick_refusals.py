@@ -20,6 +20,8 @@ from tests.search.planned import MODELS, cluster
         ("deep llama", 60e3, 20),
         # Sums leave room, but what lives for a moment is far beyond it.
         ("wide gpt", 1.7e6, 24),
+        # The least that was found takes 2.6 MB, with as few micro-batches as can be.
+        ("wide gpt", 2.4e6, 40),
         pytest.param("wide gpt-oss", 100e3, 10, marks=pytest.mark.slow),
     ],
 )
@@ -55,3 +57,11 @@ def test_a_smaller_batch_is_still_named() -> None:
     batch = {name: tensor[:3] for name, tensor in batch.items()}
     found = mw.plan(model, batch, loss=loss, cluster=cluster("gpu", "2x2"), memory=2e6)
     assert found.claims["peak_bytes"] <= 2e6
+
+
+@pytest.mark.parametrize("limit", [45e3, 48e3])
+def test_what_fits_in_one_batch_is_planned_where_micro_batches_take_more(limit: float) -> None:
+    """All of every technique takes 70 kB here: a full batch gathers its weights once."""
+    model, batch, loss = MODELS["transposed"]()
+    found = mw.plan(model, batch, loss=loss, cluster=cluster("gpu", "2x2"), memory=limit)
+    assert found.claims["peak_bytes"] <= limit

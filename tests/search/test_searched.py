@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.plan.plan import Plan
@@ -166,3 +167,13 @@ def test_two_processes_run_a_searched_plan(tmp_path) -> None:
     plan.save(tmp_path / "plan.json")
     result = run_warm(tmp_path, 2, TWO_RANKS)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_without_elements_is_planned() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 0), torch.nn.Linear(0, 4))
+    batch = torch.randn(8, 8)
+    plan = mw.plan(
+        model, batch, loss=lambda m, x: m(x).square().mean(), cluster=mw.Cluster.local(4), mode="auto"
+    )
+    assert mw.verify(model, batch, loss=lambda m, x: m(x).square().mean(), plan=plan).ok

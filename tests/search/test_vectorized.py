@@ -186,7 +186,7 @@ def test_the_space_of_one_choice_where_weights_are_stored_cut_and_sizes_differ()
 
 def same_optima(here: Planner, turns: Sequence[Sequence[int]], scale: float) -> Choice:
     """With a price per byte the best choice costs what it costs in a space; what was found, as a space."""
-    arrays, per_byte = here.arrays(demanding=True), scale * np.array([1.0, 0.5, 2.0])
+    arrays, per_byte = here.arrays(demanding=True), scale * np.array([1.0, 0.5, 2.0, 1.5][: here.instants])
     now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
 
     def best(space: Space) -> Eliminated:

@@ -246,13 +246,13 @@ def test_a_step_starts_from_a_constructor() -> None:
 def test_bad_wishes_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    with pytest.raises(RunError, match="beside a model that has values"):
+    with pytest.raises(RunError, match="for a model that has values"):
         step_of(nn.Linear(4, 4), init=lambda: nn.Linear(4, 4))
     with pytest.raises(RunError, match="init is a Linear, not a function"):
         step_of(model, init=nn.Sequential(nn.Linear(4, 4))[0])
     with pytest.raises(RunError, match=r"init\(\) gives weight as torch.float32\[2, 4\]"):
         step_of(model, init=lambda: nn.Linear(4, 2))
-    with pytest.raises(RunError, match="broadcast=1 is given beside init="):
+    with pytest.raises(RunError, match="broadcast=1 is given together with init="):
         check_init(model, lambda: nn.Linear(4, 4), 1)
     with pytest.raises(RunError, match="without init="):
         step_of(nn.Linear(4, 4), device="cpu")

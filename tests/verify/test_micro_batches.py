@@ -182,6 +182,27 @@ def test_sums_over_the_batch_are_exact(kind: str, mesh: int, count: int) -> None
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
+@pytest.mark.parametrize("mode", ("auto", "sharding_propagation", "dynamic_programming"))
+@pytest.mark.parametrize("kind", EXACT)
+@quick(lambda kind, mode: kind == "a mean by hand")
+def test_sums_over_the_batch_are_exact_on_a_cluster(kind: str, mode: str) -> None:
+    """No link of a cluster is between micro-batches; sums over them are free."""
+    model, batch, loss = head(kind)
+    plan = mw.plan(model, batch, loss=loss, cluster=mw.Cluster.local(3), mode=mode, micro_batches=2)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+@pytest.mark.parametrize("mode", ("auto", "sharding_propagation", "dynamic_programming"))
+@pytest.mark.parametrize("kind", REFUSED)
+@quick(lambda kind, mode: kind == "balance")
+def test_what_needs_the_whole_batch_is_refused_on_a_cluster(kind: str, mode: str) -> None:
+    model, batch, loss = head(kind)
+    how: dict[str, Any] = {"cluster": mw.Cluster.local(2), "mode": mode}
+    with pytest.raises(PlanError, match="needs the full batch at once"):
+        mw.plan(model, batch, loss=loss, **how, micro_batches=2)
+    mw.plan(model, batch, loss=loss, **how)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_needs_the_whole_batch_is_refused(kind: str) -> None:
     model, batch, loss = head(kind)
@@ -192,15 +213,26 @@ def test_what_needs_the_whole_batch_is_refused(kind: str) -> None:
     mw.verify(model, batch, loss=loss, mesh=2).raise_if_different()  # without them all is well
 
 
-def test_an_operator_without_a_rule_is_not_said_to_need_the_whole_batch() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GRUCell(6, 5))
+class Inverse(torch.nn.Module):
+    """An operator that has no rule, behind a layer or in front of it."""
 
-    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.linear = first, torch.nn.Linear(4, 4)
 
-    with pytest.raises(PlanError, match=r"gru_cell.default.* has no rule") as caught:
-        mw.plan(model, torch.randn(8, 6), loss=loss, mesh=2, micro_batches=2)
-    assert "mw.rule('aten.gru_cell', " in caught.value.hint
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.linalg.inv(x)) if self.first else torch.linalg.inv(self.linear(x))
+
+
+@pytest.mark.parametrize("technique", ["micro_batches", "interleave"])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_operator_without_a_rule_is_not_said_to_need_the_whole_batch(first: bool, technique: str) -> None:
+    """Nor is a step made of pieces that all compute the full batch: interleaved copies had no gradient then."""
+    with pytest.raises(PlanError, match=r"linalg_inv.default.* has no rule") as caught:
+        how: dict[str, Any] = {technique: 2}
+        batch = torch.eye(4) + 0.1 * torch.randn(8, 4, 4)
+        mw.plan(Inverse(first), batch, loss=lambda m, x: m(x).square().mean(), mesh=2, **how)
+    assert "mw.rule('aten.linalg_inv', " in caught.value.hint and f"{technique}=1" in caught.value.hint
 
 
 def test_more_micro_batches_than_examples_are_refused() -> None:
@@ -208,6 +240,21 @@ def test_more_micro_batches_than_examples_are_refused() -> None:
     with pytest.raises(PlanError, match=r"12 examples over 2 ranks .* cannot be split into 7") as caught:
         mw.plan(model, batch, loss=loss, mesh={"dp": 2}, micro_batches=7)
     assert "at most 6" in caught.value.hint
+
+
+def test_batch_norm_needs_an_example_of_each_micro_batch() -> None:
+    """Pieces are those of `torch.chunk`: 2, 2 and 0 of four examples. Other operators take an empty one."""
+    plain, normed = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    def planned(model: torch.nn.Module) -> mw.Plan:
+        return mw.plan(
+            model, torch.ones(4, 4), loss=lambda m, x: m(x).square().mean(), mesh=1, micro_batches=3
+        )
+
+    planned(plain)
+    with pytest.raises(PlanError, match="the last of 3 micro-batches of 4 examples is empty") as caught:
+        planned(normed)
+    assert "at most 2" in caught.value.hint
 
 
 def test_an_axis_of_the_mesh_cannot_be_called_time() -> None:

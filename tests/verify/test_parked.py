@@ -255,7 +255,7 @@ def test_a_pattern_parks_what_it_names() -> None:
 
 @pytest.mark.parametrize("level", (1, 2))
 def test_weights_that_are_whole_after_an_update_cannot_be_parked(level: int) -> None:
-    with pytest.raises(PlanError, match="beside offload") as caught:
+    with pytest.raises(PlanError, match="together with offload") as caught:
         planned("deep", {"dp": 2}, **PARKED, optimizer_parallel=level)
     assert "optimizer_parallel=3" in str(caught.value)
 

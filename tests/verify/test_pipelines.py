@@ -239,6 +239,28 @@ def test_zero_bubble_leaves_the_weights_half_of_linears_for_later() -> None:
     assert sum(steps_of("llama", plan, look)) == linears * 4  # one module for each micro-batch
 
 
+@pytest.mark.parametrize("pins", [{"2": {"n": "a"}, "3": {"k": "a"}}, {"2": {"k": "a"}, "3": {"n": "a"}}])
+def test_a_rank_without_rows_of_a_weight_delays_its_gradient_too(pins: dict[str, dict[str, str]]) -> None:
+    """Three ranks share a matrix of four rows: one of them has none, and takes part in what the weight's gradient
+    sends."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, 4) for n in (6, 4, 4, 4)))
+    model[3].weight = model[2].weight  # on one of them it has another layout
+    options: dict[str, Any] = {"loss": lambda model, x: model(x).square().mean()}
+    plan = mw.plan(
+        model,
+        batch := torch.randn(6, 6),
+        mesh={"a": 3},
+        mode="semi_auto",
+        pins=pins,
+        pipeline=2,
+        schedule="zero_bubble",
+        micro_batches=2,
+        **options,
+    )
+    mw.verify(model, batch, plan=plan, **options).raise_if_different()
+
+
 def test_what_is_sent_is_what_crosses() -> None:
     """A counting rank in the middle: values in and out, and as many gradients."""
     model, batch, loss = built("llama")
@@ -289,8 +311,8 @@ def waiting() -> Schedule:
         ({"mesh": {"pp": 2, "dp": 2}}, "the mesh has an axis pp=2, and pipeline= is not given"),
         ({"pipeline": 2, "schedule": "forward"}, "the schedule forward has no backward"),
         ({"pipeline": 2, "stages": {"blks.0": 0}}, "no module of the model matches 'blks.0'"),
-        ({"pipeline": 2, "stages": {"blocks.0": 1, "blocks.1": 0}}, "is wanted in stage 0, after"),
-        ({"pipeline": 2, "stages": {"blocks": 7}}, "is wanted in stage 7"),
+        ({"pipeline": 2, "stages": {"blocks.0": 1, "blocks.1": 0}}, "is assigned to stage 0, after"),
+        ({"pipeline": 2, "stages": {"blocks": 7}}, "is assigned to stage 7"),
         ({"pipeline": 3}, "pipeline=3 needs 3 times as many ranks"),
         ({"pipeline": 3}, "try: +a multiple of 3 ranks"),
         ({"pipeline": 3, "schedule": "interleaved"}, "interleaved with 3 stages"),
@@ -319,7 +341,7 @@ def waiting() -> Schedule:
             {"pipeline": 2, "schedule": early(make("1f1b", 2, 2)), "micro_batches": 2},
             "has reduce before its end",
         ),
-        ({"pipeline": 2, "schedule": waiting(), "micro_batches": 2}, "comes to a halt"),
+        ({"pipeline": 2, "schedule": waiting(), "micro_batches": 2}, "deadlocks"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], what: str) -> None:
@@ -355,7 +377,7 @@ def test_a_plan_file_says_the_stages(tmp_path: Any) -> None:
     assert (read.stages, read.world, read.techniques) == (plan.stages, plan.world, plan.techniques)
     model, batch, loss = built("gpt")
     for number, what in (
-        ("-1", "'-1' is no number of a stage"),
+        ("-1", "'-1' is not the number of a stage"),
         ("5", "its operators have other stages"),
     ):
         text = (tmp_path / "plan.json").read_text().replace('"1": [', f'"{number}": [', 1)

@@ -326,7 +326,7 @@ def test_layers_by_number_and_by_pattern() -> None:
     (
         ({"offload": "activations:9"}, r"the model has 5 layers\n  try:   offload=\"activations:5\""),
         ({"offload": "activations:block.*"}, "no module of the model matches"),
-        ({"offload": "optimizer:2"}, "of activations and of parameters alone"),
+        ({"offload": "optimizer:2"}, "only activations and parameters"),
         ({"offload": "activation"}, "activations"),
     ),
 )

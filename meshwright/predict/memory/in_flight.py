@@ -51,7 +51,8 @@ class FlightMemory:
         self.graph, self.heap, self.notes, self.pair = graph, heap, notes, pair
         self.mesh, self.number, self.staged = mesh, number, staged
         self.pieces: set[Storage] = set()  # in which gradients of one flight lie behind one another
-        self._under_way: dict[str, Crossing] = {}  # start → its flight in the direction of now
+        self._under_way: dict[str, Crossing] = {}  # start → its flight forward
+        self._coming: dict[str, Crossing] = {}  # start → its flight backward
         self._held_back: set[str] = set()  # starts whose gradients are not sent now
         self._once: dict[str, _Once] = {}
         self._latest: _Once | None = None
@@ -126,24 +127,31 @@ class FlightMemory:
         if gradient is None:
             self._held_back.add(start)
             return self.heap.new(0)
-        members = members_of(self.graph, self.graph.producers[start])
-        if index == len(members) - 1:
-            self._under_way[start] = self._crossing(members, back=True)
-        self._under_way[start].give(index, gradient)
+        if start not in self._coming:
+            members = members_of(self.graph, self.graph.producers[start])
+            self._coming[start] = self._crossing(members, back=True)
+        self._coming[start].give(index, gradient)
         self.heap.drop(gradient)
         if not index:
-            self._under_way[start].launch()
+            self._coming[start].launch()
         return self.heap.new(0)
 
     def land(self, start: Node) -> list[tuple[str, Storage]]:
-        """Return the gradients that arrive from a flight, by value; empty if they were not sent."""
-        back = self._under_way.pop(start.name)
-        if start.name in self._held_back:
-            self._held_back.discard(start.name)
+        """Return the gradients that arrive from a flight, by value; empty if they were not sent, or none was given:
+        a tensor that is only compared or detached has no gradient."""
+        back = self._coming.pop(start.name, None)
+        held_back = start.name in self._held_back
+        self._held_back.discard(start.name)
+        if held_back or back is None:
             return []
-        taken = [self._kept(name, back, index) for index, name in enumerate(start.uses)]
-        self.pieces.update(s for s in taken if taken.count(s) > 1)
-        return list(zip(start.uses, taken, strict=True))
+        if not back.launched:  # the first tensor has no gradient: zeros go for it
+            back.launch()
+        taken = {i: self._kept(name, back, i) for i, name in enumerate(start.uses) if i in back.given}
+        for index in set(range(len(start.uses))) - back.given:
+            back.drop(index)
+        arrived = list(taken.values())
+        self.pieces.update(s for s in arrived if arrived.count(s) > 1)
+        return [(start.uses[index], gradient) for index, gradient in taken.items()]
 
     def _kept(self, name: str, back: Crossing, index: int) -> Storage:
         gradient = back.take(index)

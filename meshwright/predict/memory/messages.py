@@ -148,6 +148,8 @@ class Crossing:
             self.early.append(steps[:first])
             self.late.append(steps[first + 1 :])
             self.sent.append(exchange(steps[first], mesh, rank) if first < len(steps) else None)
+        self.given: set[int] = set()
+        self.launched = False
         self._inside: dict[int, Storage] = {}
         self._buffer: Storage | None = None
         self._received: Storage | None = None
@@ -159,6 +161,7 @@ class Crossing:
     def give(self, index: int, source: Storage) -> None:
         """Put a tensor into the flight."""
         heap, plan = self.heap, self.sent[index]
+        self.given.add(index)
         x = self._moved(source, self.early[index])
         if plan is None:
             self._inside[index] = x
@@ -187,6 +190,7 @@ class Crossing:
     def launch(self) -> None:
         """Start the collective and allocate its result."""
         plan, heap = self.sent[0], self.heap
+        self.launched = True
         if plan is None:
             return
         elements = sum(p.padded for p in self.sent if p is not None)
@@ -225,6 +229,11 @@ class Crossing:
         made = self._moved(x, self.late[index], self.sent[index] is not None)
         heap.drop(x)
         return made
+
+    def drop(self, index: int) -> None:
+        """Drop a tensor that arrived, and that nobody takes."""
+        if index in self._inside:
+            self.heap.drop(self._inside.pop(index))
 
     def _moved(self, x: Storage, steps: Sequence[Step], received: bool = False) -> Storage:
         return moved(self.heap, x, steps, self.mesh, self.rank, self.itemsize, self.staged, received)

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.budget import MEMORY, TECHNIQUES
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
 from meshwright.search.joint.explain import technique_lines
 from meshwright.search.joint.fewer_layers import fewer_layers
+from meshwright.search.joint.front import Front
 from meshwright.search.joint.infeasible import too_large
+from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
 from meshwright.search.joint.neighbours import neighbours, quicker
-from meshwright.search.joint.pareto import Front, first_front, front, least_bytes, with_choice
+from meshwright.search.joint.pareto import first_front, front, least_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
-from meshwright.search.least_memory import any_fits, lowest_peak, lowest_peak_of, saved
-from meshwright.search.memory_limit import fits_in_both, limited, offer
+from meshwright.search.least_memory import any_fits
+from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of
 from meshwright.search.planner import Planner, SearchResult, families_of
 from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
@@ -80,12 +81,14 @@ def _open(
             return _bounded(planner, space, base)
         return _turns(planner, base)
     every = least_of(planner)
-    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= _step(base) / (1 + TECHNIQUES.worth):
-        share = f"computing alone takes {least / _step(base):.1%} of the step, whatever the techniques"
+    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= step_of(base) / (
+        1 + TECHNIQUES.worth
+    ):
+        share = f"computing alone takes {least / step_of(base):.1%} of the step, whatever the techniques"
         names = ", ".join(d.name for d in wide if len(d.values) > 1)
         return replace(base, claims={**base.claims, "choices": (f"auto did not look at {names}: {share}",)})
-    if base is None and _is_hopeless(planner, space, wide):
-        raise _hopeless(planner, wide, nearest)
+    if base is None and is_hopeless(planner, space, wide):
+        raise hopeless(planner, wide, nearest)
     return _best(planner, space, (over, wide), base, nearest, seen)
 
 
@@ -103,7 +106,7 @@ def _best(
     if base is None:
         _first(planner, over, seen)
         if planner.request.any_fits:
-            if (last := _last_resort(planner, space, wide)) is None:
+            if (last := last_resort(planner, space, wide)) is None:
                 raise too_large(planner, nearest)
             return last
     made = front(planner, space)
@@ -115,9 +118,9 @@ def _best(
     if best is not None:
         best = planner.under(best.techniques).settled(best)
     if best is None or not fits_in_both(planner, best):
-        best = _last_resort(planner, space, wide)
+        best = last_resort(planner, space, wide)
     if best is None:
-        raise _hopeless(planner, wide, nearest)
+        raise hopeless(planner, wide, nearest)
     chosen = best
     if best is not base:
         if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
@@ -137,7 +140,7 @@ def _best(
             break
         best = other
         few = fewer_layers(planner, best)
-        if _step(few) <= (1 + TECHNIQUES.as_quick) * _step(chosen):  # a plainer one may be as quick
+        if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick
             chosen = few
         _see(planner, seen, chosen)
         near = neighbours(made, wide, best)
@@ -151,7 +154,7 @@ def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult
     bound = solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
-    gap = max(0.0, _step(best) / bound - 1) if bound > 0 else 0.0
+    gap = max(0.0, step_of(best) / bound - 1) if bound > 0 else 0.0
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
 
 
@@ -167,7 +170,7 @@ def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[SearchResul
         found = made.evaluated(made.candidates[0], point.techniques)
         if fits_in_both(planner, found):
             _see(planner, seen, found)
-            planner.tell("recipe", _step(found), None)
+            planner.tell("recipe", step_of(found), None)
             return
 
 
@@ -175,11 +178,6 @@ def _see(planner: Planner, seen: list[SearchResult], found: SearchResult) -> Non
     """Remember the best so far: from now on a search may end."""
     seen.append(found)
     offer(planner, found)
-
-
-def _last(planner: Planner, over: tuple[Dimension, ...]) -> Techniques:
-    """The techniques that leave least on a rank."""
-    return list(points(over, planner.techniques))[-1].techniques
 
 
 def _searched(
@@ -204,14 +202,15 @@ def _searched(
     rows.sort(key=lambda row: row[:3])
     queue = [(row[0], place) for place, row in enumerate(rows)]
     best, tries, slower = base, 0, 0
+    over_limit: list[float] = []  # peaks of those that do not fit
     share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
     while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
-        if planner.request.stop.now() or made.spent:
+        if _is_far(over_limit, limit) or planner.request.stop.now() or made.spent:
             break
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
-        if best is not None and least >= share * _step(best):
+        if best is not None and least >= share * step_of(best):
             continue
         now = least + made.least_late(point.techniques)  # what was learned of the techniques since
         if now > expected:
@@ -220,30 +219,38 @@ def _searched(
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
-        if best is not None and made.likely_seconds(candidate, point.techniques) >= share * _step(best):
+        if best is not None and made.likely_seconds(candidate, point.techniques) >= share * step_of(best):
             continue
-        if made.peak_bytes(candidate, point.techniques) > TECHNIQUES.slack * limit:
+        if not made.may_fit(candidate, point.techniques):
             continue
         if known and not made.saves(candidate, point.techniques):
             continue
         if made.overfills_host(candidate, point.techniques):
             continue
         try:
-            found = made.evaluated(candidate, point.techniques, _step(best) if best else math.inf)
+            found = made.evaluated(candidate, point.techniques, step_of(best) if best else math.inf)
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
-        tries += 1
-        slower = 0 if best is None else slower + 1
-        if fits_in_both(planner, found):
+        if not fits_in_both(planner, found):
+            over_limit.append(planner.peak_bytes(found))
+        else:
+            tries += 1
             fitting.append((number, point))
-            if best is None or _step(found) < share * _step(best):
+            slower += best is not None
+            if best is None or step_of(found) < share * step_of(best):
                 if planner.peak_bytes(found) > TECHNIQUES.sure_share * limit:
                     found = planner.under(found.techniques).settled(found)
                 if fits_in_both(planner, found):
                     best, slower = found, 0
                     _see(planner, seen, found)
-            planner.tell("techniques", _step(best) if best else None, None)
+            planner.tell("techniques", step_of(best) if best else None, None)
     return best
+
+
+def _is_far(over_limit: Sequence[float], limit: float) -> bool:
+    """True once so many did not fit that no other is expected to; of those near the limit more are tried."""
+    near = min(over_limit, default=limit) <= TECHNIQUES.slack * limit
+    return len(over_limit) >= TECHNIQUES.over_limit * (2 if near else 1)
 
 
 def _sought(
@@ -255,7 +262,7 @@ def _sought(
     rows: list[tuple[float, int, Techniques]] = []
     for point in points(wide, planner.techniques):
         asked = point.techniques
-        most = (1 - TECHNIQUES.search_worth) * _step(best) if best else math.inf
+        most = (1 - TECHNIQUES.search_worth) * step_of(best) if best else math.inf
         quick = [c for c in made.candidates if asked.pieces <= c.examples]
         quick = [c for c in quick if made.likely_seconds(c, asked) < most]
         quick = [c for c in quick if not made.overfills_host(c, asked)]
@@ -270,16 +277,18 @@ def _sought(
             break
         under = planner.under(asked)
         try:
-            step = _step(best) if best else math.inf
+            if not any_fits(under):
+                continue  # of what takes least; a search under the limit takes seconds to come to that
+            step = step_of(best) if best else math.inf
             found = limited(under, space, None, alone=False, below=step).found
         except PlanError:
             continue
         if found is None or not fits_in_both(planner, found):  # limits are those of the device
             continue
         if fits_in_both(planner, found := under.settled(found)):
-            if best is None or _step(found) < (1 - TECHNIQUES.worth) * _step(best):
+            if best is None or step_of(found) < (1 - TECHNIQUES.worth) * step_of(best):
                 best = replace(found, claims={**found.claims, "chosen": "searched under techniques"})
-                planner.tell("techniques", _step(best), None)
+                planner.tell("techniques", step_of(best), None)
             break
     return best
 
@@ -289,53 +298,24 @@ def _again(planner: Planner, best: SearchResult) -> SearchResult:
     part."""
     under = planner.under(best.techniques)
     for alpha in (TECHNIQUES.alpha, None):
-        found = limited(
-            under,
-            best.space,
-            alpha,
-            alone=False,
-            most_solves=TECHNIQUES.again_solves,
-            enough=TECHNIQUES.worth,
-            below=_step(best),
-        ).found
-        if found is None or _step(found) >= _step(best):
+        try:
+            found = limited(
+                under,
+                best.space,
+                alpha,
+                alone=False,
+                most_solves=TECHNIQUES.again_solves,
+                enough=TECHNIQUES.worth,
+                below=step_of(best),
+            ).found
+        except PlanError:  # shardings that leave a rank without an example of some micro-batch
+            continue
+        if found is None or step_of(found) >= step_of(best):
             continue
         found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
-        if fits_in_both(planner, found) and _step(found) < _step(best):
+        if fits_in_both(planner, found) and step_of(found) < step_of(best):
             best = found
     return best
-
-
-def _last_resort(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> SearchResult | None:
-    """A search under the techniques that leave least on a rank, with the fewest micro-batches that fit."""
-    # Of the first alone, and of the one that ends it: what has fewer micro-batches seldom takes less.
-    moved = True
-    best: SearchResult | None = None
-    least, worse = math.inf, 0
-    for point in _least_memory_first(planner, over):
-        under = planner.under(point.techniques)
-        try:
-            found = _with_least_memory(under, space, moved or best is not None)
-        except PlanError:  # more micro-batches than there are examples
-            continue
-        if best is not None and (found is None or _step(found) >= _step(best)):
-            break
-        if found is None:
-            peak = lowest_peak(under)
-            least, worse = min(peak, least), worse + 1 if peak >= least else 0
-            if worse == TECHNIQUES.worse_in_a_row:
-                break
-        best, moved = found, False
-    return best
-
-
-def _with_least_memory(under: Planner, space: Space, moved: bool) -> SearchResult | None:
-    # Of the shardings that leave a rank an example of each micro-batch: others may be cheaper, but have no program.
-    own = space if under.techniques.pieces == 1 else under.space(families_of(under)[0][1])
-    found = limited(under, own, None, alone=False).found
-    if found is not None and fits_in_both(under, found := under.settled(found)):
-        return replace(found, claims={**found.claims, "chosen": "the least-memory plan"})
-    return saved(under, moved=moved)
 
 
 def _turns(planner: Planner, best: SearchResult) -> SearchResult:
@@ -344,7 +324,7 @@ def _turns(planner: Planner, best: SearchResult) -> SearchResult:
     if (
         "interleave" in asked.given
         or evaluation is None
-        or evaluation.exposed_seconds <= TECHNIQUES.exposed * _step(best)
+        or evaluation.exposed_seconds <= TECHNIQUES.exposed * step_of(best)
     ):
         return best
     pieces = micro_batches_of(planner, 2)
@@ -355,14 +335,14 @@ def _turns(planner: Planner, best: SearchResult) -> SearchResult:
         found = under.settled(under.found(best.space, best.states, {}))
     except PlanError:
         return best
-    if not fits_in_both(planner, found) or _step(found) >= (1 - TECHNIQUES.worth) * _step(best):
+    if not fits_in_both(planner, found) or step_of(found) >= (1 - TECHNIQUES.worth) * step_of(best):
         return best
     # What one copy waits for another computes beside: of a chain only what is computed is left.
     bound = least_of(planner).in_one(2)
     known = best.claims.get("bound_seconds")
     bound = bound if known is None else min(bound, known)
     kept = {k: v for k, v in best.claims.items() if k in ("space", "chosen", "candidates", "choices")}
-    gaps = {"joint": max(0.0, _step(found) / bound - 1)}
+    gaps = {"joint": max(0.0, step_of(found) / bound - 1)}
     return replace(found, claims={**found.claims, **kept, "bound_seconds": bound, "gaps": gaps})
 
 
@@ -370,57 +350,3 @@ def least_of(planner: Planner) -> Least:
     """Return the lower bound of the computation of a rank."""
     context, request = planner.context, planner.request
     return Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)
-
-
-def _step(found: SearchResult) -> float:
-    return found.claims.get("step_seconds", found.claims["price_seconds"])
-
-
-def _hopeless(planner: Planner, over: tuple[Dimension, ...], nearest: SearchResult | None) -> PlanError:
-    """Why nothing fits, under the techniques that leave least on a rank."""
-    for point in _least_memory_first(planner, over):
-        if point.techniques == planner.techniques:
-            break
-        try:
-            error = too_large(planner.under(point.techniques), None, _fits_with_least_memory)
-        except PlanError:  # more micro-batches than a rank has examples
-            continue
-        why = f"with {point.techniques}: {error.why}"
-        return DoesNotFit(error.what, why=why, hint=error.hint, parts=error.parts, changes=error.changes)
-    return too_large(planner, nearest)
-
-
-def _is_hopeless(planner: Planner, space: Space, over: tuple[Dimension, ...]) -> bool:
-    """True if no choice fits by its sums under the techniques that leave least on a rank; or if the sums leave little
-    room, and the least-memory choices are simulated to take far more than the limit: no search comes down so far."""
-    limit, under = planner.request.memory_bytes or math.inf, planner.under(_last(planner, over))
-    if (least := least_bytes(under, space)) > limit:
-        return True
-    if least <= MEMORY.little_room * limit:
-        return False
-    try:
-        return MEMORY.within_reach * lowest_peak_of(under) > limit
-    except PlanError:  # more micro-batches than a rank has examples
-        return False
-
-
-def _fits_with_least_memory(planner: Planner) -> bool:
-    """True if one of the least-memory choices fits, under the techniques that need the least memory."""
-    given = planner.under(planner.request.techniques)
-    for point in _least_memory_first(given, wider(given, dimensions(given))):
-        with suppress(PlanError):
-            if any_fits(given.under(point.techniques)):
-                return True
-    return False
-
-
-def _least_memory_first(planner: Planner, over: tuple[Dimension, ...]) -> list[Point]:
-    """The points with all of every technique, but for fewer and fewer micro-batches."""
-    last = [len(d.values) - 1 for d in over]
-    free = [d.name == "micro_batches" for d in over]
-    found = [
-        point
-        for point in points(over, planner.techniques)
-        if all(place == most or open for place, most, open in zip(point.places, last, free, strict=True))
-    ]
-    return found[::-1]

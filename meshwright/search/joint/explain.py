@@ -10,8 +10,8 @@ from meshwright.core.techniques import Techniques
 from meshwright.redistribute.steps import show_bytes
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
+from meshwright.search.joint.front import Front
 from meshwright.search.joint.neighbours import Neighbour, value_of
-from meshwright.search.joint.pareto import Front
 from meshwright.search.planner import SearchResult
 
 

@@ -52,8 +52,8 @@ def too_large(planner: Planner, nearest: SearchResult | None = None, fits: Fits 
     together = f" on the {places} ranks of a pipeline together" if places > 1 else ""
     if least[worst] > limit:
         why = (
-            f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more beside the "
-            f"batch{together}, {show_bytes(least[worst] - limit)} over the limit"
+            f"at {INSTANTS[worst]} every plan of this space needs {show_bytes(least[worst])} or more in addition to "
+            f"the batch{together}, {show_bytes(least[worst] - limit)} over the limit"
         )
     else:
         close = nearer(planner, nearest, known)

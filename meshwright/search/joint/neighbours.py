@@ -12,7 +12,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension
-from meshwright.search.joint.pareto import Front
+from meshwright.search.joint.front import Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import SearchResult
 

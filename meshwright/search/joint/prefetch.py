@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.errors import PlanError
 from meshwright.search.budget import TECHNIQUES
-from meshwright.search.memory_limit import fits_in_both
+from meshwright.search.memory_limit import fits_in_both, step_of
 from meshwright.search.planner import Planner, SearchResult
 
 
@@ -32,7 +32,7 @@ def further_ahead(planner: Planner, found: SearchResult, enough: float = math.in
             return found
         if found.evaluation.in_full:
             longer = under.settled(longer)
-        if not fits_in_both(planner, longer) or _step(longer) >= (1 - TECHNIQUES.worth) * _step(found):
+        if not fits_in_both(planner, longer) or step_of(longer) >= (1 - TECHNIQUES.worth) * step_of(found):
             return found
         kept = {k: v for k, v in found.claims.items() if k not in longer.claims}
         found = replace(longer, claims={**kept, **longer.claims})
@@ -43,14 +43,10 @@ def _waits(found: SearchResult, enough: float) -> bool:
     """Return whether a step may wait for gathered weights, and would be below `enough` if it waited for nothing."""
     assert found.evaluation is not None
     exposed = found.evaluation.exposed_seconds
-    if exposed <= TECHNIQUES.exposed * _step(found) or _step(found) - exposed >= enough:
+    if exposed <= TECHNIQUES.exposed * step_of(found) or step_of(found) - exposed >= enough:
         return False
     gathers = found.techniques.micro_batches * found.space.least_gathers(found.states)
-    return gathers > TECHNIQUES.worth * _step(found)
-
-
-def _step(found: SearchResult) -> float:
-    return found.claims["step_seconds"]
+    return gathers > TECHNIQUES.worth * step_of(found)
 
 
 __all__ = ["further_ahead"]

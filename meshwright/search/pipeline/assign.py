@@ -150,14 +150,14 @@ def check_alone(techniques: Techniques) -> None:
         own = parse(techniques.schedule)
         raise PlanError(
             f"the schedule {own.name} without pipeline=",
-            why="a model in one stage has no order of stages",
+            why="without pipeline= the model is one stage",
             hint=f"pipeline={own.stages}, micro_batches={own.micro_batches}",
         )
     for name in ("schedule", "stages"):
         if getattr(techniques, name):
             raise PlanError(
                 f"{name}={getattr(techniques, name)!r} without pipeline=",
-                why="a model in one stage has no order of stages",
+                why="without pipeline= the model is one stage",
                 hint=f"pipeline=2, or leave out {name}",
             )
 
@@ -172,7 +172,7 @@ def check_axis(mesh: Mesh, techniques: Techniques) -> None:
         count = mesh.count(dict(mesh.names)[AXIS])
         raise PlanError(
             f"the mesh has an axis {AXIS}={count}, and pipeline= is not given",
-            why="that axis counts the ranks that follow one another; without stages the batch would be split over it",
+            why="this axis is for pipeline stages; without stages the batch would be split over it",
             hint=f"pipeline={count}, micro_batches={2 * count}; or pipeline=1 for an axis like any other",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.search.joint.pareto import launching
+from meshwright.search.joint.front import launching
 from meshwright.search.planner import Planner
 from meshwright.search.solve import solve
 from meshwright.search.space.families import in_pieces, runs

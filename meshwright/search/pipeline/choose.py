@@ -50,7 +50,7 @@ def may_choose_beside_stages(techniques: Techniques) -> bool:
     """True if an option that accompanies the user's stages is open: their schedule, micro-batches, recompute."""
     if techniques.pipeline == 1 or {"schedule", "micro_batches", "recompute"} <= techniques.given:
         return False
-    return techniques.schedule in ("", "gpipe", *SEARCHED)
+    return techniques.schedule in ("", *SEARCHED)
 
 
 def _unpriced(graph: Graph, request: Request, techniques: Techniques) -> str:

@@ -18,7 +18,7 @@ from meshwright.search.budget import STAGES
 from meshwright.search.planner import Evaluation
 
 # Schedules that are looked at, each with so many stages of a rank; `interleaved` also with as many as there are layers.
-SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,)}
+SEARCHED = {"1f1b": (1,), "interleaved": (2, 4, 8), "zero_bubble": (1,), "zero_bubble_v": (2,), "gpipe": (1,)}
 ZERO_BUBBLE = ("zero_bubble", "zero_bubble_v")
 
 
@@ -153,12 +153,22 @@ def pipelined_seconds(
     return busy + around + _stalled_seconds(seconds, waits, outer, micro_batches, message)
 
 
+def may_win(outer: Outer, seconds: float, micro_batches: int, message: float) -> bool:
+    """False for `gpipe` where messages are light: it idles as long as `1f1b` and keeps more, and wins alone in that no
+    rank waits for a round trip once all are busy."""
+    forward = seconds / micro_batches / outer.ranks / 3
+    return outer.schedule.name != "gpipe" or message >= STAGES.heavy_message * forward
+
+
 def _stalled_seconds(seconds: float, waits: bool, outer: Outer, micro_batches: int, message: float) -> float:
     """About the seconds in which a rank waits for messages once all are busy. A round trip ends as many micro-batches
     later as ranks follow one another, which is as long as computing takes them: weights' halves that wait leave room in
-    it (`waits`). Chunks of a rank come back to it after a forward for each backward: there is room for a message."""
+    it (`waits`). Chunks of a rank come back to it after a forward for each backward: there is room for a message. Where
+    all forwards go before all backwards, a message has the time of one of them."""
     ranks, chunks = outer.ranks, outer.schedule.chunks
     third = seconds / micro_batches / ranks / 3  # forward, and each half of backward, of a micro-batch
+    if outer.schedule.name == "gpipe":
+        return (micro_batches - 1) * (max(0.0, message - third) + max(0.0, message - 2 * third))
     if outer.schedule.name == "interleaved":
         return micro_batches * chunks * max(0.0, message - third / chunks)
     room = ranks * third if waits and outer.schedule.name in ZERO_BUBBLE else 0.0
@@ -193,6 +203,7 @@ __all__ = [
     "Schedule",
     "FullModel",
     "busy_seconds",
+    "may_win",
     "outers",
     "peak_bytes",
     "pipelined_seconds",

@@ -22,12 +22,15 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
+from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import dimensions, points, powers, sparing
-from meshwright.search.joint.pareto import Candidate, Front, stage_front
+from meshwright.search.joint.front import Front
+from meshwright.search.joint.pareto import stage_front
 from meshwright.search.pipeline.configurations import (
     SEARCHED,
     FullModel,
     Outer,
+    may_win,
     outers,
     peak_bytes,
     pipelined_seconds,
@@ -35,8 +38,8 @@ from meshwright.search.pipeline.configurations import (
     step_seconds,
 )
 from meshwright.search.planner import Planner, SearchResult
-from meshwright.search.solve import Memory
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
+from meshwright.search.space.micro_batches import ChosenBytes
 from meshwright.search.techniques.layers import layers_of
 
 
@@ -219,7 +222,7 @@ class _Known:
             if found.evaluation is not None:
                 more = found.evaluation.step_seconds - row.whole_seconds
                 each = max(0.0, more) / row.techniques.micro_batches
-                self.more[row.candidate, _in_one(row.techniques)] = each
+                self.more[row.candidate, replace(row.techniques, micro_batches=1)] = each
         return self.found[key]
 
     def peak_bytes(self, row: _Row) -> float:
@@ -233,14 +236,10 @@ class _Known:
 
     def excess(self, row: _Row) -> float:
         """Seconds of a micro-batch that the estimate of a row lacks."""
-        asked = _in_one(row.techniques)
+        asked = replace(row.techniques, micro_batches=1)
         plain = replace(asked, slice_activation=False, offload=())
         known = (self.more.get((row.candidate, one)) for one in (asked, plain))
         return next((more for more in known if more is not None), 0.0)
-
-
-def _in_one(techniques: Techniques) -> Techniques:
-    return replace(techniques, micro_batches=1)
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,8 @@ class _Group:
         """Those with every choice and technique that may be quicker than `enough`."""
         first = self.outers[0][1]
         planner = planner_of(first.inside(cluster))
-        made, over = stage_front(planner, first.ranks), dimensions(planner, offload=False)
+        made, over = stage_front(planner), dimensions(planner, offload=False)
+        schedules = {outer.schedule.name for _, outer in self.outers}
         for number, outer in self.outers:
             bounds: dict[int, float] = {}
             for point in points(over, made.planner.techniques):
@@ -277,6 +277,8 @@ class _Group:
                         continue
                     whole = made.least_seconds(candidate, point.techniques)
                     message = outer.message_seconds(cluster, _sent(made, candidate) / pieces)
+                    if len(schedules) > 1 and not may_win(outer, whole, pieces, message):
+                        continue
                     order = (sum(point.places), number)
                     row = _Row(
                         whole, order, outer, point.techniques, made, candidate, message, uneven(outer, pieces)
@@ -331,15 +333,15 @@ def full_model_of(made: Front, candidate: Candidate, techniques: Techniques) -> 
     """The sums of a choice, states and activations apart: one for all schedules and numbers of stages."""
     if (known := made.full_models.get((candidate, techniques))) is not None:
         return known
-    space, memory = candidate.space, made.memory(candidate.space, techniques)
+    space, chosen = candidate.space, made.chosen(candidate, techniques)
     owned = {number: name for (kind, name), number in space.variable.items() if kind == "parameter"}
-    each = {n: memory.amounts[n][candidate.states[n]] for n in owned}
+    each = {n: chosen.amounts[n] for n in owned}
     gathered = sum(float(gathered_bytes(space, name)[candidate.states[n]]) for n, name in owned.items())
-    kept = later = _kept_bytes(candidate, memory, owned)
+    kept = later = _kept_bytes(chosen, owned)
     queued = _queued(made, techniques)
     if techniques.recompute and queued is not None:
-        plain = made.memory(space, replace(techniques, recompute=""))
-        later = _kept_bytes(candidate, plain, owned)
+        plain = made.chosen(candidate, replace(techniques, recompute=""))
+        later = _kept_bytes(plain, owned)
     found = made.full_models[candidate, techniques] = FullModel(
         made.least_seconds(candidate, techniques),
         sum(float(row.max()) for row in each.values()) - gathered + fixed_bytes(space),
@@ -358,13 +360,11 @@ def _queued(made: Front, techniques: Techniques) -> float | None:
     return None if techniques.recompute == "full" else made.queuing
 
 
-def _kept_bytes(candidate: Candidate, memory: Memory, owned: Container[int]) -> float:
+def _kept_bytes(chosen: ChosenBytes, owned: Container[int]) -> float:
     """Bytes of activations that a micro-batch keeps, with what readers gather of weights for themselves, which stays
     until their backward."""
-    states = candidate.states
-    rows = enumerate(zip(memory.amounts, states, strict=True))
-    kept = sum(float(amounts[state][0]) for n, (amounts, state) in rows if n not in owned)
-    return kept + sum(float(b[0, states[u], states[v]]) for (u, v), b in memory.pairs.items())
+    kept = sum(each for n, each in enumerate(chosen.amounts[:, 0].tolist()) if n not in owned)
+    return kept + sum(chosen.pairs[:, 0].tolist())
 
 
 def _sent(made: Front, candidate: Candidate) -> float:

@@ -208,8 +208,9 @@ class Space:
     def prices(self) -> Prices:
         """Those between all layouts that meet."""
         found = Prices(self.table, self.kept.prices)
-        for source, out, target, at, value in self.wiring.edges:
-            needs_grad = value in self.graph.needs_grad
+        for edge in self.wiring.edges:
+            source, out, target, at, value = edge
+            needs_grad = self.wiring.sends_gradient(edge)
             found.meet(self.values[value], self.port(source, out, gives=True), needs_grad)
             found.meet(self.values[value], self.port(target, at, gives=False), needs_grad)
         return found
@@ -246,7 +247,8 @@ class Space:
         for edge, times in self.wiring.edges.items():
             source, out, target, at, value = edge
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
-            matrix = prices.between(self.values[value], have, want, value in self.graph.needs_grad, times)
+            graded = self.wiring.sends_gradient(edge)
+            matrix = prices.between(self.values[value], have, want, graded, times)
             u = self.variable[source]
             if source[0] == "parameter" and (again := self.parameters[source[1]].again).any():
                 # What is made again is what its reader keeps: not something that is made of it in turn.
@@ -323,13 +325,14 @@ class Space:
         otherwise, and its gradient back, for one micro-batch. A gradient that comes back to where the parameter is
         stored is sent in the last one alone (`partition/accumulation.py`)."""
         found: dict[tuple[int, int], np.ndarray] = {}
-        for (source, out, target, at, name), times in self.wiring.edges.items():
+        for edge, times in self.wiring.edges.items():
+            source, out, target, at, name = edge
             if source[0] != "parameter" or target not in self.variable:
                 continue
             have, want = self.port(source, out, gives=True), self.port(target, at, gives=False)
             value, u, v = self.values[name], self.variable[source], self.variable[target]
             there = self.prices.between(value, have, want, False, times)
-            if name in self.graph.needs_grad:
+            if self.wiring.sends_gradient(edge):
                 both = self.prices.between(value, have, want, True, times)
                 cut = self.parameters[source[1]].stored.any(axis=1, keepdims=True)
                 there = np.where(cut, both, there)

@@ -122,7 +122,7 @@ def numbers_of(codes: NodeCodes, constraints: Mapping[str, Strategy]) -> dict[st
         if option not in codes.options:
             raise StrategyError(
                 f"%{codes.node.name} ({codes.node.op}) cannot be planned with {constraint} on {axis}",
-                why="no option of the search is this split",
+                why="the search has no such option",
                 where=codes.node.where,
                 hint='another sharding, or mode="sharding_propagation", which takes annotations as they are',
             )

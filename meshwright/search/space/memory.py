@@ -1,17 +1,20 @@
-"""Bytes of a choice at three instants, as sums over its variables: never more than the peak that a simulation finds.
+"""Bytes of a choice at a few instants, as sums over its variables: never more than the peak that a simulation finds.
 
 At the *loss* there are parameters, optimizer states, the buckets' buffers, gathered weights that are kept, everything
-that autograd keeps, and what the loss reads; at the *update* parameters, gradients and states; when backward has passed
-the last product (the *head*), what is kept before it, its weight's gradient and its input's. What lives only for a
-moment beside these is left to the simulation (`predict/memory/step.py`), which decides whether a plan fits.
+that autograd keeps, and what the loss reads; at the *update* parameters, gradients, states, and the copies of an
+optimizer that updates all parameters at once; when backward has passed the last product (the *head*), what is kept
+before it, its weight's gradient and its input's; and where layers are computed again in full, when that is done of
+the last one (the *layer*), what is kept before it, the gradients of the head and of its own result, and all that it
+keeps. What lives only for a moment beside these is left to the simulation (`predict/memory/step.py`), which decides
+whether a plan fits.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,107 +25,33 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.ops.saved import saved
 from meshwright.partition.buckets import alone_bytes
+from meshwright.predict.memory.allocator import optimizer_on
 from meshwright.redistribute.price_matrix import Value
 from meshwright.search.solve import Memory
 from meshwright.search.space.build import Space
+from meshwright.search.space.demands import Charge, Demands, Each, Holding
+from meshwright.search.space.parameters import ParameterStates
 from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept, keeps
+from meshwright.search.techniques.elsewhere import HERE, Elsewhere
+from meshwright.search.techniques.layers import Layer, layers_of
 
-INSTANTS = ("the loss", "the update", "the head's backward")
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Saved activations and parameters that are offloaded or sliced. `sliced`: saved activations are sharded over the
-    ranks that would replicate them. `stay`: operator whose results are offloaded → how many of those that it stands for
-    stay on the device. `host_parameters`: parameters that are offloaded between their uses, and with `updated_there`
-    during the update too."""
-
-    sliced: bool = False
-    stay: Mapping[str, int] = field(default_factory=dict)
-    host_parameters: Collection[str] = ()
-    updated_there: bool = False
-
-
-HERE = Elsewhere()
-Each = Sequence[float]  # bytes at each of the instants
+INSTANTS = ("the loss", "the update", "the head's backward", "a layer that is computed again")
 
 
 @dataclass(frozen=True)
-class Charge:
-    """Bytes that a state of an operator takes: `each` at an instant for every element that a rank holds of `value` at a
-    port, and for no more than `most` of them; times the share that it holds of the value at another port, if given."""
+class _End:
+    """Where forward ends: the node that reads most of what makes the loss, the last product (the head), and the nodes
+    after that. `layer`: the last layer, where layers are computed again in full."""
 
-    node: str
-    port: int
-    value: str
-    each: Each
-    most: float = math.inf
-    share: tuple[int, str] | None = None
+    loss: str
+    head: str
+    late: frozenset[str]
+    layer: Layer | None = None
+    in_layer: frozenset[str] = field(default_factory=frozenset)
 
-
-@dataclass(frozen=True)
-class Holding:
-    """All that the bytes of a parameter depend on, besides how it is used and stored.
-
-    `count`: how many of the model's parameters it stands for; `item`, `moments`: bytes of an element and of its
-    moments; `kept`: backward reads the gathered value; `here`, `updated_here`: on the device between its uses, during
-    the update; `head`: the last product reads it; `summed`: gradients of micro-batches are accumulated, `parted` in
-    shards as they are stored. From `alone_bytes` on a gradient is in no bucket's buffer.
-    """
-
-    count: int
-    item: int
-    moments: int
-    trained: bool
-    kept: bool
-    here: bool
-    updated_here: bool
-    head: bool
-    alone_bytes: int
-    summed: bool = False
-    parted: bool = False
-
-    def taken(
-        self,
-        elements: np.ndarray,
-        kept_elements: np.ndarray,
-        summed_elements: np.ndarray,
-        waits: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """At each instant, for arrays of elements on a rank as stored, of those gathered until backward, of the
-        gradient between micro-batches, and of whether its gradient waits in a bucket."""
-        item, moments = self.item, self.moments
-        buffered = waits & (elements * item < self.alone_bytes) & self.trained
-        loss = self.count * elements * (item * self.here + moments + item * buffered)
-        if self.summed:
-            loss = loss + self.count * item * (elements if self.parted else summed_elements)
-        if self.kept and self.trained:  # gathered ones are on the device, wherever the parts lie
-            loss = loss + self.count * item * kept_elements
-        weights = item * (self.here or (self.trained and self.updated_here))
-        update = self.count * elements * (weights + item * self.trained + moments)
-        head = loss + np.where(buffered, 0.0, elements * item) if self.head and self.trained else loss
-        return loss, update, head
-
-
-@dataclass(frozen=True)
-class Demands:
-    """All that the bytes of a choice depend on, besides its states: of operators, of parameters by name, and of the
-    edges over which a reader itself gathers a weight that autograd saves: bytes of an element at each instant."""
-
-    charges: Sequence[Charge]
-    holdings: Mapping[str, Holding]
-    gathers: Mapping[Edge, Each]
-
-    def in_pieces(self, micro_batches: int, *, parted: bool = False) -> Demands:
-        """With activations of a micro-batch, and gradients of those before, `parted` as they are stored."""
-        if micro_batches == 1:
-            return self
-        charges = [replace(c, each=[a / micro_batches for a in c.each]) for c in self.charges]
-        summed = {
-            name: replace(h, summed=h.trained, parted=parted or not h.here)
-            for name, h in self.holdings.items()
-        }
-        return Demands(charges, summed, self.gathers)
+    def each(self, loss: float = 0.0, head: float = 0.0, layer: float = 0.0) -> Each:
+        """Bytes at each of the instants but the update."""
+        return (loss, 0.0, head, layer) if self.layer else (loss, 0.0, head)
 
 
 def demands_of(
@@ -136,42 +65,53 @@ def demands_of(
     optimizer_states: int,
     again: Collection[str] = (),
     elsewhere: Elsewhere = HERE,
+    layered: bool = False,
 ) -> Demands:
     """Compute the memory demands of a graph on one of `ranks` ranks. `hosts`: the nodes that the host runs;
-    `optimizer_states`: moments of an element; `again`: values that backward recomputes."""
+    `optimizer_states`: moments of an element; `again`: values that backward recomputes, and with `layered` one layer
+    after the other in full."""
     hosted = hosted_values(graph, hosts)
-    loss, head, late = _end(graph)
-    found = _charges(graph, values, ties, ranks, hosts, again, elsewhere, (loss, head, late))
+    end = _end(graph, layered)
+    found = _charges(graph, values, ties, ranks, hosts, again, elsewhere, end)
     parameters = [name for name in wiring.parameters if name not in hosted]
-    holdings = _holdings(graph, parameters, wiring, cluster, head, optimizer_states, elsewhere)
-    return Demands(list(found), holdings, dict(_gathers(graph, wiring, hosted, late)))
+    holdings = _holdings(graph, parameters, wiring, cluster, end, optimizer_states, elsewhere)
+    return Demands(list(found), holdings, dict(_gathers(graph, wiring, hosted, end)))
 
 
 def memory_of(
-    space: Space, optimizer_states: int, again: Collection[str] = (), elsewhere: Elsewhere = HERE
+    space: Space,
+    optimizer_states: int,
+    again: Collection[str] = (),
+    elsewhere: Elsewhere = HERE,
+    layered: bool = False,
 ) -> Memory:
-    """float64[states, 3] for every variable of a space, and what readers gather for themselves. `again`: values that
-    backward computes again."""
-    kept = _kept(space, frozenset(again), elsewhere.sliced, tuple(elsewhere.stay.items()))
-    held = _held(space, optimizer_states, frozenset(elsewhere.host_parameters), elsewhere.updated_there)
-    none = len(INSTANTS)
+    """float64[states, instants] for every variable of a space, and what readers gather for themselves. `again`: values
+    that backward computes again, and with `layered` one layer after the other in full."""
+    kept = _kept(space, frozenset(again), elsewhere.sliced, tuple(elsewhere.stay.items()), layered)
+    away = frozenset(elsewhere.host_parameters)
+    held = _held(space, optimizer_states, away, elsewhere.updated_there, layered)
+    none = instants(space.graph, layered)
     amounts = [
         found if (found := held.get(v, kept.get(v))) is not None else np.zeros((parts.shape[1], none))
         for v, parts in enumerate(space.unary)
     ]
-    return Memory(tuple(amounts), _gathered(space))
+    return Memory(tuple(amounts), _gathered(space, layered))
+
+
+def instants(graph: Graph, layered: bool = False) -> int:
+    """Return how many of the instants there are."""
+    return len(_end(graph, layered).each())
 
 
 @cached_on_first
 def _kept(
-    space: Space, again: frozenset[str], sliced: bool, stay: tuple[tuple[str, int], ...]
+    space: Space, again: frozenset[str], sliced: bool, stay: tuple[tuple[str, int], ...], layered: bool
 ) -> dict[int, np.ndarray]:
-    """Return the bytes that operators keep: float64[states, 3] by variable."""
+    """Return the bytes that operators keep: float64[states, instants] by variable."""
     graph, table, away = space.graph, space.table, Elsewhere(sliced, dict(stay))
     found: dict[int, np.ndarray] = {}
-    charges = _charges(
-        graph, space.values, space.ties, space.mesh.size, space.hosts, again, away, _end(graph)
-    )
+    end = _end(graph, layered)
+    charges = _charges(graph, space.values, space.ties, space.mesh.size, space.hosts, again, away, end)
     for charge in charges:
         ports, variable = space.nodes[charge.node].ports, space.variable["node", charge.node]
         codes = ports[charge.port].forward
@@ -186,20 +126,17 @@ def _kept(
 
 @cached_on_first
 def _held(
-    space: Space, optimizer_states: int, host_parameters: frozenset[str], updated_there: bool
+    space: Space, optimizer_states: int, host_parameters: frozenset[str], updated_there: bool, layered: bool
 ) -> dict[int, np.ndarray]:
-    """Return the bytes of parameters: float64[states, 3] by variable."""
-    away, (_, head, _) = (
-        Elsewhere(host_parameters=host_parameters, updated_there=updated_there),
-        _end(space.graph),
-    )
+    """Return the bytes of parameters: float64[states, instants] by variable."""
+    away = Elsewhere(host_parameters=host_parameters, updated_there=updated_there)
+    end = _end(space.graph, layered)
     names = [name for name in space.wiring.parameters if name not in space.hosted]
-    holdings = _holdings(space.graph, names, space.wiring, space.cluster, head, optimizer_states, away)
+    holdings = _holdings(space.graph, names, space.wiring, space.cluster, end, optimizer_states, away)
     found: dict[int, np.ndarray] = {}
     for name, holding in holdings.items():
         known = space.parameters[name]
-        waits = np.any(known.use.grad & ~known.stored, axis=1)
-        taken = holding.taken(known.elements, known.kept_elements, known.summed_elements, waits)
+        taken = holding.taken(known.elements, known.kept_elements, known.summed_elements, _waits(known))
         found[space.variable["parameter", name]] = np.stack(taken, axis=1)
     return found
 
@@ -209,12 +146,12 @@ def _holdings(
     names: Iterable[str],
     wiring: Wiring,
     cluster: Cluster,
-    head: str,
+    end: _End,
     optimizer_states: int,
     elsewhere: Elsewhere,
 ) -> dict[str, Holding]:
     return {
-        name: _holding(graph, name, wiring.owners[name], cluster, head, optimizer_states, elsewhere)
+        name: _holding(graph, name, wiring.owners[name], cluster, end, optimizer_states, elsewhere)
         for name in names
     }
 
@@ -227,37 +164,48 @@ def _charges(
     hosts: Collection[str],
     again: Collection[str],
     elsewhere: Elsewhere,
-    end: tuple[str, str, Collection[str]],
+    end: _End,
 ) -> Iterator[Charge]:
     """Those of all operators, as often as they are in the model."""
-    keepers, (loss, head, late) = _keepers(graph), end
+    keepers = _keepers(graph)
     for node in graph.nodes:
         if node.name in hosts:
             continue
-        first, times, past = ties.first(node.name), ties.times(node.name), float(node.name not in late)
+        first, times, past = ties.first(node.name), ties.times(node.name), float(node.name not in end.late)
+        here = node.name in end.in_layer
         for port, name, share in keepers.get(node.name, ()):
+            value = values[ties.first(name)]
             if name in again:
+                if here:  # of all layers one is there at a time
+                    yield Charge(first, port, ties.first(name), end.each(layer=share * value.itemsize))
                 continue
-            value, maker = values[ties.first(name)], graph.producers[name].name
+            maker = graph.producers[name].name
             sliced = elsewhere.sliced and graph.types[name].is_float
             most = whole_elements(value) / ranks if sliced else math.inf
             each = share * min(times, elsewhere.stay.get(maker, times)) * value.itemsize
-            yield Charge(first, port, ties.first(name), (each, 0.0, past * each), most)
+            yield Charge(first, port, ties.first(name), end.each(each, past * each, past * each), most)
+        for number, name in enumerate(node.values) if here else ():
+            if end.layer is not None and name in end.layer.ends and name in graph.needs_grad:
+                gradient = end.each(layer=float(values[ties.first(name)].itemsize))
+                yield Charge(first, len(node.uses) + number, ties.first(name), gradient)
         if not node.uses:
             continue
         read = ties.first(node.uses[0])
         wanted = [u in graph.needs_grad for u in node.uses]
         kept = saved(node, graph.types, wanted)
-        if kept.extra_bytes and not any(value in again for value in node.values):
-            each, port = times * kept.extra_bytes / whole_elements(values[read]), kept.extra_port
+        remade = any(value in again for value in node.values)
+        if kept.extra_bytes and (here or not remade):
+            each, port = kept.extra_bytes / whole_elements(values[read]), kept.extra_port
             share = None if port is None else (port, ties.first(node.uses[port]))
-            yield Charge(first, 0, read, (each, 0.0, past * each), share=share)
+            every = times * each
+            amounts = end.each(layer=each) if remade else end.each(every, past * every, past * every)
+            yield Charge(first, 0, read, amounts, share=share)
         each = float(values[read].itemsize)
         kept_too = any(port == 0 and name not in again for port, name, _ in keepers.get(node.name, ()))
-        if node.name == loss and not kept_too:
-            yield Charge(first, 0, read, (each, 0.0, 0.0))
-        if node.name == head and wanted[0]:
-            yield Charge(first, 0, read, (0.0, 0.0, each))
+        if node.name == end.loss and not kept_too:
+            yield Charge(first, 0, read, end.each(loss=each))
+        if node.name == end.head and wanted[0]:
+            yield Charge(first, 0, read, end.each(head=each))
 
 
 def _holding(
@@ -265,28 +213,29 @@ def _holding(
     name: str,
     count: int,
     cluster: Cluster,
-    head: str,
+    end: _End,
     optimizer_states: int,
     elsewhere: Elsewhere,
 ) -> Holding:
     item, trained = DTYPES[graph.types[name].dtype], name in graph.needs_grad
     here = name not in elsewhere.host_parameters
+    optimizer = optimizer_on(cluster.device_type, optimizer_states)
     return Holding(
         count,
         item,
         item * optimizer_states if trained else 0,  # torch keeps moments in the parameter's dtype
+        item * optimizer.temporaries if trained and optimizer.at_once else 0,
         trained,
         is_kept(graph, name),
         here,
         not elsewhere.updated_there,
-        any(n.name == head for n, _ in graph.consumers[name]),
+        any(n.name == end.head for n, _ in graph.consumers[name]),
         alone_bytes(cluster.device_type),
+        layered=end.layer is not None,
     )
 
 
-def _gathers(
-    graph: Graph, wiring: Wiring, hosted: Collection[str], late: Collection[str]
-) -> Iterator[tuple[Edge, Each]]:
+def _gathers(graph: Graph, wiring: Wiring, hosted: Collection[str], end: _End) -> Iterator[tuple[Edge, Each]]:
     """Weights that a reader gathers for itself and autograd keeps, where they are not as it reads them: bytes of an
     element at each instant."""
     nodes = {node.name: node for node in graph.nodes}
@@ -297,15 +246,16 @@ def _gathers(
         node = nodes[target[1]]
         if keeps(graph, node, port):
             each = float(times * DTYPES[graph.types[name].dtype])
-            yield edge, (each, 0.0, 0.0 if node.name in late else each)
+            past = 0.0 if node.name in end.late else each
+            yield edge, end.each(each, past, past)
 
 
 @cached_on_first
-def _gathered(space: Space) -> dict[tuple[int, int], np.ndarray]:
-    """Return the bytes that readers gather for themselves: float64[3, states, states] for each pair."""
-    _, _, late = _end(space.graph)
+def _gathered(space: Space, layered: bool) -> dict[tuple[int, int], np.ndarray]:
+    """Return the bytes that readers gather for themselves: float64[instants, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
-    for (source, _, target, port, name), each in _gathers(space.graph, space.wiring, space.hosted, late):
+    rows = _gathers(space.graph, space.wiring, space.hosted, _end(space.graph, layered))
+    for (source, _, target, port, name), each in rows:
         value = space.values[name]
         have, want = space.port(source, -1, gives=True), space.port(target, port, gives=False)
         held, wanted = (space.table.local_elements(value, p.forward) for p in (have, want))
@@ -325,6 +275,7 @@ def gathered_elements(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.where(wanted[None, :] > held[:, None], wanted[None, :], 0.0)
 
 
+@cached_on_first
 def gathered_bytes(space: Space, name: str) -> np.ndarray:
     """Return the bytes that a micro-batch keeps of a parameter from forward to backward, besides its storage:
     float64[states]."""
@@ -334,12 +285,19 @@ def gathered_bytes(space: Space, name: str) -> np.ndarray:
     return space.owners(name) * DTYPES[kind.dtype] * found.kept_elements
 
 
+@cached_on_first
 def summed_bytes(space: Space, name: str, *, parted: bool = False) -> np.ndarray:
-    """Return the bytes of a parameter's accumulated gradient between micro-batches: float64[states]. `parted`: sharded
-    as it is stored."""
-    found = space.parameters[name]
+    """Return the bytes of a parameter's accumulated gradient between micro-batches, if it is in no bucket's buffer:
+    float64[states]. `parted`: sharded as it is stored."""
+    found, item = space.parameters[name], DTYPES[space.graph.types[name].dtype]
     elements = found.elements if parted else found.summed_elements
-    return space.owners(name) * DTYPES[space.graph.types[name].dtype] * elements
+    buffered = _waits(found) & (found.elements * item < alone_bytes(space.cluster.device_type))
+    return space.owners(name) * item * np.where(buffered & (elements == found.elements), 0.0, elements)
+
+
+def _waits(known: ParameterStates) -> np.ndarray:
+    """Return whether a gradient waits in a bucket until it is reduced: bool[states]."""
+    return np.any(known.use.grad & ~known.stored, axis=1)
 
 
 def fixed_bytes(space: Space) -> float:
@@ -349,8 +307,7 @@ def fixed_bytes(space: Space) -> float:
 
 
 @cached_on_first
-def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
-    """The node that reads most of what makes the loss, the last product, and the nodes after that."""
+def _end(graph: Graph, layered: bool) -> _End:
     graded = [n for n in graph.nodes if any(n.needs_grad)]
     place = next((i for i in reversed(range(len(graded))) if graded[i].op in PRODUCTS), -1)
     late = graded[place + 1 :]
@@ -358,7 +315,11 @@ def _end(graph: Graph) -> tuple[str, str, frozenset[str]]:
     # the last of them
     loss = max(reversed(losses), key=lambda n: graph.types[n.uses[0]].size_bytes, default=None)
     head = graded[place].name if place >= 0 else ""
-    return loss.name if loss else "", head, frozenset(n.name for n in late)
+    numbers = {n.name: number for number, n in enumerate(graph.nodes)}
+    layers = layers_of(graph) if layered else ()
+    last = max(layers, key=lambda layer: numbers[layer.nodes[0].name], default=None)
+    inside = frozenset(n.name for n in last.nodes) if last else frozenset[str]()
+    return _End(loss.name if loss else "", head, frozenset(n.name for n in late), last, inside)
 
 
 def whole_elements(value: Value) -> float:

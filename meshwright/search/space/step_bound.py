@@ -112,11 +112,12 @@ class _Chain:
         """Add the exposed reshards of values that are made in the chain, and those of the parameter for its reader."""
         space, waited = self.space, self.space.wiring.waited
         edges = space.wiring.found_edges(self.start, graded=True) if self.entry else space.wiring.edges
-        for (source, out, target, at, value), times in edges.items():
+        for edge, times in edges.items():
+            source, out, target, at, value = edge
             if target[0] == "whole" or (source, target, value) not in waited:
                 continue
             have, want = space.port(source, out, gives=True), space.port(target, at, gives=False)
-            graded = value in space.graph.needs_grad
+            graded = space.wiring.sends_gradient(edge)
             matrix = space.prices.between(space.values[value], have, want, graded, times)
             self._add(space.variable[source], space.variable[target], matrix)
         if self.entry:

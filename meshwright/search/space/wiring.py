@@ -95,6 +95,24 @@ class Wiring:
         """The edges (from variable, to variable, value) that nothing can hide."""
         return waited_edges(self.graph, self.ties.first, self.hubs)
 
+    def sends_gradient(self, edge: Edge) -> bool:
+        """Return whether a gradient comes back over an edge: not from readers that only compare a value."""
+        *_, (kind, name), _, value = edge
+        match kind:
+            case "node":
+                return value in self.graph.needs_grad and name in self._graded
+            case "hub":
+                return value in self._sent_back
+        return value in self.graph.needs_grad and value == self.ties.first(self.graph.loss)
+
+    @functools.cached_property
+    def _graded(self) -> frozenset[str]:
+        return frozenset(self.ties.first(n.name) for n in self.graph.nodes if any(n.needs_grad))
+
+    @functools.cached_property
+    def _sent_back(self) -> frozenset[str]:
+        return frozenset(map(self.ties.first, self.graph.sent_back))
+
     @functools.cached_property
     def edges(self) -> dict[Edge, int]:
         """Every reshard that may be → how often."""

@@ -42,6 +42,7 @@ def layers_of(graph: Graph) -> tuple[Layer, ...]:
     return min(found, key=lambda layers: _weight(layers, graph, sizes), default=())
 
 
+@cached_on_first
 def matched_layers(graph: Graph, pattern: str) -> tuple[Layer, ...]:
     """A layer for each module that a pattern names."""
     return grouped(graph, lambda n: _matched(n.module, pattern), least=1)

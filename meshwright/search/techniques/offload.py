@@ -24,7 +24,7 @@ from meshwright.ops.saved import saved
 from meshwright.ops.strategy import layouts
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
-from meshwright.search.space.memory import HERE, Elsewhere
+from meshwright.search.techniques.elsewhere import HERE, Elsewhere
 from meshwright.search.techniques.layers import SHARING, layers_of, matched_layers, root_of
 
 LEAST_BYTES = 1024  # of a full value; a smaller one costs more to move than it is worth

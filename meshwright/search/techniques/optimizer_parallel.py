@@ -30,14 +30,14 @@ def optimizer_parallel(graph: Graph, plan: Plan) -> Plan:
     asked = plan.techniques
     if asked.offloads_parameters and asked.optimizer_parallel in (1, 2):
         raise PlanError(
-            f'optimizer_parallel={asked.optimizer_parallel} beside offload="{PARAMETERS}"',
-            why="weights that are updated in shards are replicated on every device after it, not on the host",
-            hint="optimizer_parallel=3: parts of weights live on the host",
+            f'optimizer_parallel={asked.optimizer_parallel} together with offload="{PARAMETERS}"',
+            why="after a sharded update, weights are replicated on every device, not on the host",
+            hint="optimizer_parallel=3: shards of weights stay on the host",
         )
     if not asked.reshard_after_forward and asked.optimizer_parallel != 3:
         raise PlanError(
             f"reshard_after_forward=False with optimizer_parallel={asked.optimizer_parallel}",
-            why="only at level 3 are weights gathered forward, to be kept until backward or gathered again",
+            why="only level 3 gathers weights in forward",
             hint="optimizer_parallel=3",
         )
     if not asked.optimizer_parallel:

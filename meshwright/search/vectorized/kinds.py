@@ -20,7 +20,8 @@ from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
 from meshwright.cost.operators import ATTENTION, VIEWS, work
 from meshwright.ops.collectives import WITH_COLLECTIVES
-from meshwright.ops.saved import EXTRA, KEEPS
+from meshwright.ops.saved import KEEPS
+from meshwright.ops.saved_extra import EXTRA
 from meshwright.search.solve.eliminate_batched import same_columns
 from meshwright.search.space.cache import kind_of
 from meshwright.search.space.codes import NodeCodes

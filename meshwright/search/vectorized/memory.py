@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.search.solve.eliminate_batched import same_columns
-from meshwright.search.space.memory import INSTANTS, Charge
+from meshwright.search.space.demands import Charge
 from meshwright.search.vectorized.sizes import Floats, Numbers, Values
 
 
@@ -79,7 +79,7 @@ def columns_of(charges: Sequence[Charge], nodes: Mapping[str, int], values: Valu
     node, port, structure, column = np.array([key[:4] for key in found], dtype=np.int64).reshape(-1, 4).T
     shared = np.array([key[5:] for key in found], dtype=np.int64).reshape(-1, 3).T
     most = np.array([key[4] for key in found])
-    each = np.array(list(found.values())).reshape(len(found), len(INSTANTS))
+    each = np.array(list(found.values())).reshape(len(found), len(charges[0].each) if charges else 0)
     return Columns(node, port, structure, column, np.isfinite(most).astype(np.int64), each, most, shared)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from meshwright.cost.cluster import Cluster
 from meshwright.redistribute.price_matrix import REPLICATED, Table
+from meshwright.search.space.demands import Holding
 from meshwright.search.space.layouts import Port
-from meshwright.search.space.memory import Holding
 from meshwright.search.space.parameters import (
     ParameterStates,
     Storage,

@@ -22,10 +22,11 @@ from meshwright.redistribute.price_matrix import Table, Value
 from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of, same_columns
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.constraints import Seeds
+from meshwright.search.space.demands import Demands, Holding
 from meshwright.search.space.families import Rows
 from meshwright.search.space.host_transfers import Crossing, crossings
 from meshwright.search.space.layouts import Port, key_of, union
-from meshwright.search.space.memory import Demands, Holding, gathered_elements
+from meshwright.search.space.memory import gathered_elements
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.wiring import End, Wiring
 from meshwright.search.vectorized import redistribution as ways_of
@@ -169,7 +170,7 @@ class IsomorphicGraph:
                 port,
                 self.values.structure[value],
                 self.values.column[value],
-                value in graph.needs_grad,
+                wiring.sends_gradient(edge),
                 tables.get((min(u, v), max(u, v)), BACK),
                 kept[tuple(self.demands.gathers.get(edge, (0.0,)))],
             ))  # fmt: skip

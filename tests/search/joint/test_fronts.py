@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from meshwright.compile import captured_of
+from meshwright.cost.cluster import Cluster
+from meshwright.examples import gpt
+from meshwright.ops.analysis import factors_of
+from meshwright.request import request_for
+from meshwright.search.context import SearchContext
+from meshwright.search.evaluate import peak_on
+from meshwright.search.joint.dimensions import dimensions, points, wider
 from meshwright.search.joint.pareto import front
-from meshwright.search.planner import families_of
+from meshwright.search.layer_groups import folded
+from meshwright.search.planner import Planner, families_of
+from meshwright.search.space.memory import fixed_bytes
 from tests.search.joint.test_stages import cluster, planner
 
 ASKED = ({}, {"recompute": "full"}, {"offload": ("activations",)}, {"recompute": "full", "micro_batches": 2})
@@ -27,3 +38,72 @@ def test_a_peak_that_was_simulated_is_not_estimated_by_another(order: int) -> No
     seen = {asked: max(made_for.peak_bytes(one), made.sums(candidate, asked)) for asked, one in found.items()}
     assert {asked: made.peak_bytes(candidate, asked) for asked in found} == pytest.approx(seen)
     assert len({round(made._missed(candidate, asked)) for asked in found}) > 1
+
+
+def test_a_front_is_the_same_whatever_the_limit() -> None:
+    """So that what a smaller limit leads to is known under a larger one, too."""
+    fronts: list[list[tuple[int, ...]]] = []
+    for memory in (1e6, 3e6, 1e9):
+        made_for = planner("wide gpt", memory, cluster())
+        made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+        fronts.append([candidate.states for candidate in made.candidates])
+    assert fronts[0] == fronts[1] == fronts[2]
+
+
+def test_micro_batches_split_activations_and_not_weights_that_backward_gathers() -> None:
+    """What sums miss with one micro-batch says what they miss with two."""
+    with torch.device("meta"):
+        captured = captured_of(*gpt.build(gpt.GPTConfig(width=512, layers=4), batch=4))
+    machine = Cluster.preset("h100", nodes=1, ranks_per_node=2)
+    request, folds = request_for(machine, 64e6), folded(captured.graph, captured.folding)
+    assert request is not None
+    context = SearchContext(folds.graph, factors_of(folds.graph), machine.mesh)
+    made_for = Planner(context, folds, {}, request)
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    candidate = max(made.candidates, key=lambda one: one.layer_bytes)
+    plain, asked = made_for.techniques, replace(made_for.techniques, micro_batches=2)
+    made.evaluated(candidate, plain)
+    estimate = made.peak_bytes(candidate, asked)
+    assert estimate == pytest.approx(made_for.peak_bytes(made.evaluated(candidate, asked)), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "words", [("optimizer",), ("parameters",), ("optimizer", "parameters")], ids="+".join
+)
+def test_what_the_update_takes_with_the_host_is_known_before_a_simulation(words: tuple[str, ...]) -> None:
+    """The host's processor and the copies are most of such a step: its order among others depends on them."""
+    made_for = planner("wide gpt", 1e9, cluster())
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    plain, hosted = made_for.techniques, replace(made_for.techniques, offload=words)
+    for candidate in made.candidates[:3]:
+        expected = made.least_seconds(candidate, hosted) - made.least_seconds(candidate, plain)
+        before, after = (made.evaluated(candidate, asked).evaluation for asked in (plain, hosted))
+        assert before is not None and after is not None
+        assert expected > 0 and after.step_seconds - before.step_seconds == pytest.approx(expected, rel=0.2)
+
+
+def test_the_sums_of_an_update_are_those_of_its_simulation() -> None:
+    """An optimizer that updates all parameters at once copies them."""
+    made_for = planner("wide gpt", 1e9, cluster())
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    candidate, cuda = made.candidates[0], made_for.request.cluster
+    graph, choice = made_for.folds.full, candidate.space.choice(candidate.states)
+    assert made_for.evaluator is not None
+    seen = peak_on(made_for.evaluator._lowered(graph, choice), cuda, 2)
+    summed = fixed_bytes(candidate.space) + made.memory(candidate.space, made_for.techniques).totals(
+        candidate.states
+    )
+    assert summed[1] == pytest.approx(dict(seen.timeline)["update"], rel=0.02)
+    assert summed[1] <= dict(seen.timeline)["update"]
+
+
+@pytest.mark.parametrize("in_flight", [1.0, 2.5])
+def test_the_sums_of_a_candidate_are_those_of_its_space_to_the_last_bit(in_flight: float) -> None:
+    made_for = planner("wide gpt", 1e9, cluster())
+    made_for = made_for.with_request(replace(made_for.request, in_flight=in_flight))
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    over = dimensions(made_for)
+    for candidate in made.candidates:
+        for point in points(wider(made_for, over), made_for.techniques):
+            expected = made.memory(candidate.space, point.techniques).totals(candidate.states)
+            assert made.chosen(candidate, point.techniques).totals().tolist() == expected.tolist(), point

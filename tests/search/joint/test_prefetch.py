@@ -22,7 +22,11 @@ def found(techniques: Techniques) -> Any:
     evaluation = SimpleNamespace(exposed_seconds=step - 0.6, in_full=False, host_bytes=0.0)
     space = SimpleNamespace(least_gathers=lambda states: 0.3)
     return SimpleNamespace(
-        techniques=techniques, claims={"step_seconds": step}, evaluation=evaluation, space=space, states=()
+        techniques=techniques,
+        claims={"step_seconds": step, "price_seconds": step},
+        evaluation=evaluation,
+        space=space,
+        states=(),
     )
 
 

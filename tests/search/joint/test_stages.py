@@ -52,7 +52,7 @@ def every(model: str, slow: float, among: int) -> list[Staged]:
     found: list[Staged] = []
     for outer in outers(machine, LAYERS[model]):
         inside = planner(model, 1e9, outer.inside(machine))
-        made = stage_front(inside, outer.ranks)
+        made = stage_front(inside)
         for candidate in made.candidates:
             for asked in techniques_of(inside)[::among]:
                 pieces = asked.micro_batches
@@ -133,7 +133,7 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
     request = request_for(inside, 1e12)
     assert request is not None
     context = SearchContext(folds.graph, factors_of(folds.graph), inside.place(Mesh.of({"ranks": 1})))
-    made = stage_front(Planner(context, folds, {}, request), outer.ranks)
+    made = stage_front(Planner(context, folds, {}, request))
     asked = replace(made.planner.techniques, micro_batches=8, recompute=recompute)
     candidate = made.candidates[0]
     told = staged(made, candidate, made.evaluated(candidate, asked), outer, machine)
@@ -142,3 +142,20 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
         pipeline=4, micro_batches=8, schedule=schedule, recompute=recompute,
     )  # fmt: skip
     assert told.peak_bytes == pytest.approx(plan.claims["peak_bytes"], rel=0.25)
+
+
+def test_all_forwards_go_first_where_messages_take_long_and_memory_is_not_short() -> None:
+    """No rank then waits for a round trip; under a limit that holds few micro-batches another schedule is taken."""
+    model, batch, loss = deep()
+    device = replace(GPU, flops={"f32": 1e12})
+    machine = Cluster("slow", device, (Level("host", 4, 2.5e8, 1e-5),), 1 << 36, 1e10)
+
+    def planned(**asked: Any) -> mw.Plan:
+        return mw.plan(model, batch, loss=loss, cluster=machine, pipeline=4, mode="auto", **asked)
+
+    best = planned()
+    assert best.techniques.schedule == "gpipe"
+    others = (planned(schedule=name) for name in ("1f1b", "zero_bubble"))
+    assert best.claims["step_seconds"] < min(other.claims["step_seconds"] for other in others)
+    tight = planned(memory=0.6 * best.claims["peak_bytes"])
+    assert tight.techniques.schedule != "gpipe" or tight.techniques.recompute

@@ -1,0 +1,99 @@
+"""A choice of shardings and storage that techniques are tried with, and what is summed of it once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.core.graph import DTYPES
+from meshwright.ops.batch import batch_units
+from meshwright.ops.strategy import at_path
+from meshwright.search.budget import TECHNIQUES
+from meshwright.search.planner import Planner
+from meshwright.search.solve import Problem
+from meshwright.search.space.build import Space
+from meshwright.search.techniques.layers import layers_of
+
+AGAIN = (
+    3  # times the weights of a layer that backward gathers again: its own, the next layer's, and gradients
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A choice of one space. `floor`: seconds that its step is not below; `compute` those of computing, `gathers` those
+    in which links are busy with weights for each micro-batch, `adds` those in which the gradients of one are added to
+    those before it. `examples`: how many a rank has, and so how many micro-batches there can be. `layer_bytes`: about
+    those that the weights of one layer and their gradients take for a moment, in however many micro-batches."""
+
+    name: str
+    space: Space
+    states: tuple[int, ...]
+    floor: float
+    compute: float
+    gathers: float
+    adds: float
+    examples: int
+    layer_bytes: float
+
+
+def candidate_of(
+    planner: Planner, name: str, space: Space, states: tuple[int, ...], floor: Problem
+) -> Candidate:
+    least, compute = floor.price(states), space.price(states).compute
+    gathers, each = space.least_gathers(states), examples_of(planner, space, states)
+    adds, layer = space.adding_seconds(states), _layer_bytes(space, states)
+    return Candidate(name, space, states, least, compute, gathers, adds, each, layer)
+
+
+def _layer_bytes(space: Space, states: tuple[int, ...]) -> float:
+    """About the bytes of weights and gradients of the layer with most, of what is stored in shards."""
+    graph, found = space.graph, defaultdict[str, float](float)
+    layer_of = {node.name: layer.name for layer in layers_of(graph) for node in layer.nodes}
+    for name, known in space.parameters.items():
+        state = states[space.variable["parameter", name]]
+        if known.stored[state].any():
+            used = space.table.local_elements(space.values[name], known.use.forward[state][None])
+            reader = graph.consumers[name][0][0].name
+            size = float(used[0]) * DTYPES[graph.types[name].dtype]
+            found[layer_of.get(reader, name)] += (AGAIN if known.again[state] else 1) * size
+    return max(found.values(), default=0.0)
+
+
+def alike(one: Candidate, other: Candidate) -> bool:
+    """True if two candidates of different spaces are the same choice, as far as their sums show."""
+    if one.space is other.space or one.examples != other.examples:
+        return False
+    mine, theirs = one.space.price(one.states), other.space.price(other.states)
+    return bool(
+        np.isclose(
+            [one.floor, mine.total, mine.compute],
+            [other.floor, theirs.total, theirs.compute],
+            rtol=TECHNIQUES.same_candidate,
+        ).all()
+    )
+
+
+def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
+    """How many examples a rank has, at most."""
+    choice, mesh, factors = space.choice(states), planner.context.mesh, planner.context.factors
+    units = planner.kept.once(
+        "units of examples",
+        lambda: {name: next(batch_units(site, factors), None) for name, site in factors.sites.items()},
+    )
+    least, seen = TECHNIQUES.micro_batches, set[tuple[int, int]]()
+    for node in space.graph.nodes:
+        site, strategy, counted = factors.sites[node.name], choice.strategies[node.name], units[node.name]
+        if counted is None or (id(site.trees), id(strategy)) in seen:
+            continue
+        seen.add((id(site.trees), id(strategy)))
+        letter, unit = counted
+        splits = dict(strategy.splits)
+        parts = [at_path(splits.get(letter, site.trees[letter]), path) for path in unit]
+        least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
+    return max(1, least)
+
+
+__all__ = ["Candidate", "alike", "candidate_of", "examples_of"]
