@@ -26,19 +26,19 @@ from meshwright.examples import gpt, mlp
         ({"interleave": True}, "at least 1"),
         ({"shard_size": -2}, "at least 0"),
         ({"shard_size": "2"}, "at least 0"),
-        ({"gradient_accumulation_shard": "yes"}, "a switch"),
-        ({"recompute_communication": None}, "a switch"),
-        ({"reshard_after_forward": 0}, "a switch"),
+        ({"gradient_accumulation_shard": "yes"}, "must be True or False"),
+        ({"recompute_communication": None}, "must be True or False"),
+        ({"reshard_after_forward": 0}, "must be True or False"),
         ({"interleave": -1}, "at least 1"),
         ({"threshold_kb": -1}, "KiB"),
         ({"threshold_kb": float("nan")}, "KiB"),
         ({"keep_whole": 3}, "a list of names"),
-        ({"slice_activation": 1}, "a switch"),
+        ({"slice_activation": 1}, "must be True or False"),
         ({"recompute": "ful"}, "did you mean 'full'"),
-        ({"recompute": -2}, "bytes of kept activations"),
-        ({"recompute": True}, "bytes of kept activations"),
-        ({"recompute": None}, "bytes of kept activations"),
-        ({"recompute": float("inf")}, "bytes of kept activations"),
+        ({"recompute": -2}, "bytes of activations"),
+        ({"recompute": True}, "bytes of activations"),
+        ({"recompute": None}, "bytes of activations"),
+        ({"recompute": float("inf")}, "bytes of activations"),
         ({"recompute": ["full"]}, "patterns of modules"),
         ({"recompute": {0: "full"}}, "patterns of modules"),
         ({"recompute": {"blocks.*": True}}, "'full', 'selective'"),
@@ -46,9 +46,9 @@ from meshwright.examples import gpt, mlp
         ({"offload": ("optimzer",)}, "did you mean 'optimizer'"),
         ({"offload": True}, "a list of names"),
         ({"offload": ("optimizer", 2)}, "a list of names"),
-        ({"offload": "optimizer:2"}, "behind a colon"),
-        ({"offload": "activations:"}, "behind a colon"),
-        ({"offload": "parameters:"}, "behind a colon"),
+        ({"offload": "optimizer:2"}, "after a colon"),
+        ({"offload": "activations:"}, "after a colon"),
+        ({"offload": "parameters:"}, "after a colon"),
         ({"fusion": "automatic"}, '"auto"'),
         ({"fusion": -1}, "bucket in bytes"),
         ({"fusion": 1.5}, "bucket in bytes"),
@@ -82,7 +82,7 @@ def test_what_cannot_be_says_what_may(given, says):
 def test_a_plan_has_its_techniques_already():
     model, batch, loss = mlp.build()
     plan = mw.plan(model, batch, loss=loss, mesh=2)
-    with pytest.raises(PlanError, match="beside a plan"):
+    with pytest.raises(PlanError, match="together with a plan"):
         mw.verify(model, batch, loss=loss, plan=plan, micro_batches=2)
 
 

@@ -61,7 +61,7 @@ def convert(
         _check_config(config)
     to = to or ("file" if target.suffix == SUFFIX else "hugging face" if came == "sharded" else "sharded")
     if to not in KINDS:
-        raise CheckpointError(f"{to!r} is no format of a checkpoint", why="formats: " + ", ".join(KINDS))
+        raise CheckpointError(f"{to!r} is not a checkpoint format", why="formats: " + ", ".join(KINDS))
     if target.exists():
         raise CheckpointError(
             f"{str(target)!r} exists already",
@@ -100,7 +100,7 @@ def convert(
 
 
 def _check_config(path: Path) -> None:
-    """Raise CheckpointError for what is no configuration of a Hugging Face model."""
+    """Raise CheckpointError for what is not a configuration of a Hugging Face model."""
     try:
         found, why = json.loads(path.read_text("utf-8")), ""
         why = "" if isinstance(found, dict) else f"it is JSON, but {a_type(found)} and no object"
@@ -110,9 +110,9 @@ def _check_config(path: Path) -> None:
         why = str(error)
     if why:
         raise CheckpointError(
-            f"{str(path)!r} is no configuration of a Hugging Face model",
+            f"{str(path)!r} is not a configuration of a Hugging Face model",
             why=why,
-            hint="the config.json that was beside the weights, or model.config.to_json_file(…)",
+            hint="the config.json that was saved with the weights, or model.config.to_json_file(…)",
         )
 
 

@@ -84,7 +84,7 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             if item.storage_index.fqn not in self._names:
                 raise CheckpointError(
-                    f"{item.storage_index.fqn} is no tensor of the checkpoint", where=str(self.path)
+                    f"{item.storage_index.fqn} is not a tensor of the checkpoint", where=str(self.path)
                 )
             target = planner.resolve_tensor(item).detach()
             target.copy_(self._read(item))

@@ -54,7 +54,7 @@ def newest(path: Path) -> Path:
         if not path.exists()
         else "it is a file"
         if not path.is_dir()
-        else f"a save was begun there and not ended: {begun[0]}"
+        else f"a save was begun there and not finished: {begun[0]}"
         if begun
         else f"neither it nor a folder {PREFIX}… in it has a {NAME}",
         hint="a folder of checkpoints, a .safetensors file, or the folder of a Hugging Face model; "
@@ -73,7 +73,7 @@ def _named(path: Path) -> Path | None:
     if name and (name in (".", "..") or Path(name).name != name or "\0" in name or leads_away(path / name)):
         raise CheckpointError(
             f"{LATEST} names {name[:200]!r}, which is not in the folder",
-            why="a checkpoint is loaded from below the path that is given, and from nowhere else",
+            why="a checkpoint is loaded only from inside the given path",
             where=str(path / LATEST),
             hint=f"step.load with the path of the checkpoint itself, or write the name of a folder {PREFIX}… there",
         )
@@ -122,13 +122,13 @@ def own(path: Path) -> Lock:
     if (path / NAME).is_file():
         raise CheckpointError(
             f"{str(path)!r} is a checkpoint itself",
-            why=f"it has a {NAME}; checkpoints are saved as folders {PREFIX}… in the folder that is named",
+            why=f"it has a {NAME}; checkpoints are saved as folders {PREFIX}… in the given folder",
             hint=f"step.save({str(path.parent)!r})",
         )
     if path.exists() and not path.is_dir():
         raise CheckpointError(
             f"{str(path)!r} is a file",
-            why="a checkpoint is a folder in the folder that is named",
+            why="a checkpoint is a folder in the given folder",
             hint="step.save('checkpoints')",
         )
     try:

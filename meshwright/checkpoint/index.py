@@ -148,7 +148,7 @@ class Index:
             if note.head_crc is not None and crc_of(path, note.head_bytes) != note.head_crc:
                 raise DamagedError(
                     f"{name} is damaged",
-                    why="the checksum of its header is another",
+                    why="the checksum of its header differs",
                     where=str(path),
                     hint=DAMAGED,
                 )
@@ -281,7 +281,7 @@ def read_index(folder: Path) -> Index:
         if leads_away(folder / name):
             raise CheckpointError(
                 f"{name} is a link to {str((folder / name).resolve())!r}",
-                why="a checkpoint is read from its own folder, and from nowhere else",
+                why="a checkpoint is read only from its own folder",
                 where=str(folder),
                 hint="copy the file itself into the folder: cp -L",
             )

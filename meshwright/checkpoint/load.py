@@ -95,7 +95,7 @@ def load_from(
     if data is not None and index.data is None:  # so on all ranks
         raise CheckpointError(
             "there is no data= in the checkpoint",
-            why="step.save(path) was called without it, or the file is of elsewhere",
+            why="step.save(path) was called without it, or something else wrote the file",
             where=str(index.path),
             hint="step.load(path) without data=",
         )
@@ -159,7 +159,7 @@ def _same_path(step: LocalStep, given: str | Path, does: str) -> Path:
         problem = CheckpointError(
             f"this rank {does} {str(path)!r}, rank 0 {does} {there!r}",
             why="a checkpoint is one folder, of which every rank reads its part",
-            hint="one path on all ranks",
+            hint="the same path on all ranks",
         )
     confirm(step, problem)
     return path

@@ -3,7 +3,8 @@
 Two jobs would remove each other's unfinished saves and oldest checkpoints. Rank 0 takes the lock with the first save,
 and holds it as long as the step lives. The kernel lets go of it however the process ends, so a job that was killed is
 followed by the next one at once. A host's word about a process of another host is not trusted: not every network file
-system passes locks on.
+system passes locks on. A process of the same job takes the lock from another one, whatever became of that: where a job
+goes on or begins again without a rank, it takes no more part in saves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import weakref
 from pathlib import Path
 
+from meshwright import heartbeat
 from meshwright.checkpoint.safetensors_io import cannot_write
 from meshwright.errors import CheckpointError
 
@@ -66,12 +68,14 @@ def _taken(path: Path) -> int:
             if free is None:  # no lock tells: of this host the list of processes does
                 free = not here or not _runs(owner.get("pid"))
             if not free or (owner and not here):
-                raise _refused(path, owner, runs=not free)
-            if _is(path, handle):
+                if not owner.get("of") or owner["of"] != heartbeat.job():
+                    raise _refused(path, owner, runs=not free)
+                path.unlink(missing_ok=True)
+            elif _is(path, handle):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(_mine()).encode(), 0)
                 return handle
-            os.close(handle)  # its owner has just removed it: another one is made
+            os.close(handle)  # it, or its owner, has been removed: another one is made
         except OSError as error:
             os.close(handle)
             raise cannot_write(path, error) from None
@@ -103,7 +107,8 @@ def _free(handle: int) -> bool | None:
 
 def _mine() -> dict[str, str | int]:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "job": sys.argv[0] or "python", "since": since}
+    mine: dict[str, str | int] = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    return mine | {"job": sys.argv[0] or "python", "of": heartbeat.job()}
 
 
 def _owner(text: bytes) -> dict[str, object]:
@@ -139,8 +144,8 @@ def _refused(path: Path, owner: dict[str, object], *, runs: bool) -> CheckpointE
             hint="another folder, or end that job",
         )
     return CheckpointError(
-        f"{who} saved into {str(path.parent)!r} and has not said that it ended",
-        why="from this host it cannot be seen whether it still runs",
+        f"{who} saved into {str(path.parent)!r} and did not report its end",
+        why="whether it still runs cannot be seen from this host",
         where=str(path),
         hint=f"if it has ended: rm {str(path)!r}",
     )

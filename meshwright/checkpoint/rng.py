@@ -55,7 +55,7 @@ def set_random_state(found: dict[str, torch.Tensor], device: torch.device) -> No
         _set(found, device)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DamagedError(
-            "the states of random generators in the checkpoint are none",
+            "the random generator states in the checkpoint are not valid",
             why=f"{error!s:.200}",
             hint="step.load(path, random=False) leaves the generators as they are",
         ) from None

@@ -131,8 +131,8 @@ class Saves:
                 else f"ranks {', '.join(map(str, missing))} have"
             )
             raise CheckpointError(
-                f"{named} not come to step.save within {self.come_seconds:.0f} s",
-                why="a checkpoint has the parts of all ranks, each writes its own",
+                f"{named} not called step.save within {self.come_seconds:.0f} s",
+                why="a checkpoint has the parts of all ranks, and each rank writes its own",
                 hint="call step.save on every rank, not under `if rank == 0`",
             )
         self.step.comparison.compare(self.step.rank.step)
@@ -176,7 +176,7 @@ def check_keep(keep: Any) -> None:
     if keep is not None and (not is_whole(keep) or keep < 1):
         raise CheckpointError(
             f"keep={keep!r} checkpoints",
-            why="the new one is kept at least",
+            why="at least the new one is kept",
             hint="keep=2, or None for all",
         )
 

@@ -24,9 +24,9 @@ from meshwright.checkpoint.write import Job
 from meshwright.errors import ServerError
 from meshwright.redistribute.boxes import Box, full_box
 from meshwright.servers import messages as m
+from meshwright.servers.asking import ask
 from meshwright.servers.local import Transport
 from meshwright.servers.store import VALUES
-from meshwright.servers.worker import ask
 
 
 class _Written:

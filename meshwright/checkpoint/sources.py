@@ -81,7 +81,7 @@ def _from_files(folder: Path, names: Iterable[str]) -> Index:
             entry = Entry(place.dtype, place.shape, (Part(name, box, place.offset),) if box.numel else ())
             if not same_tensors(folder, entry, tensors.setdefault(MODEL + key, entry)):
                 raise CheckpointError(
-                    f"{key} is in two files, with other values in each",
+                    f"{key} is in two files, with different values",
                     why=f"one is {name}",
                     where=str(folder),
                 )

@@ -14,6 +14,7 @@ from meshwright.checkpoint.user_data import from_plain, to_plain
 from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout
 from meshwright.errors import CheckpointError
+from meshwright.runtime.optimizers import Nothing
 from meshwright.runtime.step import LocalStep
 
 SAFE_NAMES = {
@@ -120,6 +121,8 @@ def optimizer_values(step: LocalStep) -> dict[str, Any] | None:
         if said not in options:
             options.append(said)
         for leaf in group["params"]:
+            if isinstance(leaf, Nothing):
+                continue
             name, state = names[id(leaf)], optimizer.state.get(leaf, {})
             found[name] = {
                 "options": options.index(said),
@@ -153,10 +156,13 @@ def set_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str], save
     """Give each group of parameters the options that its parameters had. Raises CheckpointError where these differ."""
     of = saved["parameters"]
     for group in optimizer.param_groups:
-        wanted = {of[names[id(p)]]["options"] for p in group["params"] if names[id(p)] in of}
+        wanted = {of[names[id(p)]]["options"] for p in group["params"] if names.get(id(p)) in of}
+        if len(saved["options"]) == 1 and all(isinstance(p, Nothing) for p in group["params"]):
+            wanted = {0}
         if len(wanted) > 1:
             raise CheckpointError(
-                f"parameters of one group had different options: {', '.join(map(str, sorted(wanted)))}",
+                "in the checkpoint, parameters of one group have different options: "
+                f"{', '.join(map(str, sorted(wanted)))}",
                 why=f"the checkpoint has {len(saved['options'])} groups, this optimizer {len(optimizer.param_groups)}",
                 hint="build the groups as they were, or step.load(path, optimizer=False)",
             )

@@ -24,9 +24,9 @@ def to_plain(value: Any, what: str, depth: int = DEEPEST) -> Any:
     """A value as JSON has it. Raises CheckpointError that says where in `what` something else stands."""
     if not depth:
         raise CheckpointError(
-            f"what is given as data is nested more than {DEEPEST} times",
-            why=f"{what[:60]}… goes on; does it hold itself?",
-            hint="what is needed to go on: numbers, words, flat lists and mappings, tensors",
+            f"data= is nested more than {DEEPEST} times",
+            why=f"{what[:60]}… is nested further; does it contain itself?",
+            hint="what resuming needs: numbers, strings, flat lists and mappings, tensors",
         )
     if callable(state := getattr(value, "state_dict", None)):
         return to_plain(state(), f"{what}.state_dict()", depth - 1)
@@ -52,8 +52,8 @@ def to_plain(value: Any, what: str, depth: int = DEEPEST) -> Any:
             return {f"{TAG}items": pairs}
     raise CheckpointError(
         f"{what} is {a_type(value)}, which a checkpoint cannot hold",
-        why="beside tensors it is JSON, so that nothing has to be unpickled",
-        hint="numbers, words, lists, mappings, tensors, or an object with state_dict() and load_state_dict()",
+        why="a checkpoint has tensors and JSON, so that nothing has to be unpickled",
+        hint="numbers, strings, lists, mappings, tensors, or an object with state_dict() and load_state_dict()",
     )
 
 
@@ -63,7 +63,7 @@ def from_plain(value: Any) -> Any:
         return _from_plain(value)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:  # endless recursion is a RuntimeError
         raise DamagedError(
-            "a value that stands beside the tensors of a checkpoint cannot be read",
+            "a value in the JSON of a checkpoint cannot be read",
             why=f"{a_type(error)}: {error!s:.200}",
             hint="load another checkpoint, or save this one again",
         ) from None

@@ -79,7 +79,7 @@ def agree_on_path(meeting: Meeting, path: str | Path | None) -> None:
         raise CheckpointError(
             f"rank {other} reads weights={words[other] or None!r}, rank 0 weights={words[0] or None!r}",
             why="a checkpoint is one folder, of which every rank reads its part",
-            hint="one path on all ranks",
+            hint="the same path on all ranks",
         )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.capture.pytree import leaves
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, a_type
-from meshwright.parameter_server import ServerStep
 from meshwright.runtime.step import LocalStep
+from meshwright.server_step import ServerStep
 
 LAST = ("drop", "pad")
 KEPT = (  # of a loader that is given: how it reads, and not what
@@ -33,7 +33,7 @@ def check_options(
     """Raise BatchError for arguments that cannot be."""
     if not hasattr(local, "batches"):
         raise BatchError(
-            f"{type(local).__name__} is no step",
+            f"{type(local).__name__} is not a step",
             why="what a rank reads depends on the step that takes the batches",
             hint="a plain DataLoader of full batches, of which each worker trains its share, or step.samples(…)"
             if isinstance(local, ServerStep)
@@ -47,9 +47,9 @@ def check_options(
         )
     for name, value in switches.items():
         if value is not None and not isinstance(value, bool):
-            raise BatchError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+            raise BatchError(f"{name}={value!r}", why="it must be True or False", hint="True or False")
     if not is_whole(seed):
-        raise BatchError(f"seed={seed!r}", why="it is a whole number", hint="seed=0")
+        raise BatchError(f"seed={seed!r}", why="it must be a whole number", hint="seed=0")
     for name in options:
         if name in OURS:
             raise BatchError(f"{name}=", why=OURS[name], hint="mw.shard_loader(dataset, step, shuffle=True)")
@@ -76,8 +76,8 @@ def check_order(source: Any, shuffle: bool | None) -> None:
     """Raise BatchError where samples without numbers shall be shuffled."""
     if shuffle:
         raise BatchError(
-            f"shuffle=True beside {a_type(source)}",
-            why="what is iterated over, batch by batch, comes in its own order",
+            f"shuffle=True together with {a_type(source)}",
+            why="an iterable of batches has its own order",
             hint="a dataset with __len__ and __getitem__, or a source that shuffles in the same way on all ranks",
         )
 
@@ -90,7 +90,7 @@ def check_batches(source: Sequence[Any], local: LocalStep) -> None:
     one = [path for path, shape in shapes.items() if path in held and tuple(held[path].shape) == shape[1:]]
     if source and (one or not held) and all(tuple(x.shape) != shapes.get(p) for p, x in held.items()):
         raise BatchError(
-            f"{a_type(source)} of samples" if one else f"{a_type(source)} of what has no tensors",
+            f"{a_type(source)} of samples" if one else f"{a_type(source)} of objects without tensors",
             why="a list is taken for a list of full batches, like the example batch",
             hint=f"DataLoader(samples, batch_size={size})",
         )

@@ -96,8 +96,8 @@ def _made(
         given = [name for name, value in (("shuffle", shuffle), *options.items()) if value is not None]
         if given:
             raise BatchError(
-                f"{given[0]}= beside a DataLoader",
-                why="the loader says it already",
+                f"{given[0]}= together with a DataLoader",
+                why="the DataLoader has this option already",
                 hint=f"DataLoader(…, {given[0]}=…)",
             )
         if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:

@@ -125,14 +125,14 @@ def check_state(state: Mapping[str, Any], kind: str) -> None:
         found = state.get("kind") if isinstance(state, Mapping) else type(state).__name__
         raise RunError(
             f"the position is one of {found!r}, this loader reads {kind!r}",
-            hint="load_state_dict takes what state_dict of such a loader gave",
+            hint="pass load_state_dict what state_dict of such a loader returned",
         )
     lacks = [name for name in POSITION[kind] if name not in state]
     if lacks:
         raise RunError(
             f"the position has no {lacks[0]!r}",
             why=f"it has {', '.join(map(str, state))}",
-            hint="load_state_dict takes what state_dict of such a loader gave, as it is",
+            hint="pass load_state_dict what state_dict of such a loader returned, unchanged",
         )
 
 

@@ -48,7 +48,7 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
             raise _cannot(node, f"two losses ignore two labels, {found[entry.target]} and {label}")
     if not found:
         raise BatchError(
-            "no loss of this model is sure to ignore the labels that fill a batch up",
+            "no loss of this model is known to ignore padded labels",
             why="what fills up must not count: a cross entropy leaves out labels of its ignore_index, where they are "
             "the batch's own, moved and viewed at most",
             hint='last="drop", or a dataset whose length divides by the batch',
@@ -59,7 +59,7 @@ def fills(graph: Graph, factors: Factors) -> dict[str, int]:
         labels = chain.intersection(node.uses)
         if node.op in LOSSES:
             if _target(node) not in chain:
-                raise _cannot(node, "its labels are not those of the batch alone")
+                raise _cannot(node, "its labels are not only those of the batch")
             continue
         if labels and not chain.issuperset(node.values):
             raise _cannot(node, f"it reads the labels, which would be {sorted(set(found.values()))} there")
@@ -130,7 +130,7 @@ def _looks_across(node: Node, factors: Factors) -> bool:
 
 def _cannot(node: Node, why: str, what: str = "loss") -> BatchError:
     return BatchError(
-        f"the last batch cannot be filled up: the {what} would change",
+        f"the last batch cannot be padded: the {what} would change",
         why=f"{node.op}: {why}",
         where=node.where,
         hint='last="drop", or a dataset whose length divides by the batch',

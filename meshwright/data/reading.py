@@ -70,7 +70,7 @@ def reading_of(parts: BatchParts, rank: int, by_sample: bool = True) -> Reading:
     if odd is not None and by_sample:
         raise BatchError(
             f"{odd!r} has {sizes[odd]} rows in the example batch, other inputs have {size}",
-            why="a dataset is read sample by sample, and they are put together along dim 0 of every input",
+            why="samples are read one by one, and joined along dim 0 of every input",
             hint="give shard_loader a loader (any iterable) of full batches instead",
         )
     held = [[[np.asarray(i) for i in p.layout.indices(parts.mesh, p.at)] for p in found] for found in pieces]

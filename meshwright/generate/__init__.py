@@ -67,8 +67,8 @@ class Generator:
         self.first = self._prefill(ids.shape[0], padded_length(ids.shape[1]))
         if self.first.local.pipe is not None:
             raise RunError(
-                "a plan with stages for generation",
-                why="every token goes through all stages, which wait for one another",
+                "generation does not support pipeline stages",
+                why="every token would go through all stages, one after the other",
                 hint="leave out pipeline=: tensor parallelism splits each layer",
             )
         if not shares:

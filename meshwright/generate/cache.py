@@ -59,7 +59,9 @@ class RankCache:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams are refused."""
-        raise RunError("beams over a sharded cache", hint="num_beams=1: greedy or sampled")
+        raise RunError(
+            "beam search does not work with a sharded cache", hint="num_beams=1: greedy or sampled"
+        )
 
     def make_room(self) -> int:
         """The slot of the next token; where all are taken there are more from now on."""

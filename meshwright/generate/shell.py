@@ -23,15 +23,15 @@ REFUSED = {
     "use_cache": (lambda v: v is False, "it is what makes each token cost one token"),
     "num_beams": (lambda v: (v or 1) > 1, "beams reorder the cache; greedy or sampled ones do not"),
     "prefill_chunk_size": (lambda v: v is not None, "a prompt is read at once"),
-    "output_attentions": (lambda v: bool(v), "programs give logits alone"),
-    "output_hidden_states": (lambda v: bool(v), "programs give logits alone"),
+    "output_attentions": (lambda v: bool(v), "programs return only logits"),
+    "output_hidden_states": (lambda v: bool(v), "programs return only logits"),
     "cache_implementation": (lambda v: v is not None, "the cache is of shards"),
     "past_key_values": (lambda v: v is not None, "the cache is of shards"),
     "inputs_embeds": (lambda v: v is not None, "prompts are token ids"),
     "assistant_model": (lambda v: v is not None, "one token comes at a time"),
     "prompt_lookup_num_tokens": (lambda v: v is not None, "one token comes at a time"),
     "penalty_alpha": (lambda v: bool(v), "one token comes at a time"),
-    "dola_layers": (lambda v: v is not None, "programs give logits alone"),
+    "dola_layers": (lambda v: v is not None, "programs return only logits"),
     "custom_generate": (lambda v: v is not None, "the loop is transformers' own"),
 }
 
@@ -56,15 +56,16 @@ def prompts(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     ):
         lacks = ", ".join(name for name in READ if name not in takes)
         raise RunError(
-            f"{type(model).__name__} is no causal model of transformers that generates with positions and a cache",
+            f"{type(model).__name__} is not a causal model of transformers that generates with position_ids and a "
+            "cache",
             why=f"its forward does not take {lacks}" if lacks else "transformers' generate cannot run it",
-            hint="such as LlamaForCausalLM; for others mw.forward_step gives logits",
+            hint="a model such as LlamaForCausalLM; mw.forward_step gives the logits of others",
         )
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.int64 or not ids.numel():
         shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else a_type(ids)
         raise BatchError(
-            f"the example of prompts is {shown}",
+            f"the example prompts are {shown}",
             why="token ids are int64 of shape [batch, tokens]",
             hint='tokenizer(texts, return_tensors="pt", padding=True), with padding_side="left"',
         )
@@ -87,7 +88,7 @@ def kinds_of(model: torch.nn.Module) -> tuple[tuple[str, ...], int]:
     if odd:
         raise RunError(
             f"{type(model).__name__} has layers of {odd[0]}",
-            why="what generation keeps between tokens is keys and values",
+            why="generation keeps only keys and values between tokens",
         )
     return found, window
 

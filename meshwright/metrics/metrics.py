@@ -22,8 +22,8 @@ from meshwright.metrics.collective_wait import Waiting
 from meshwright.metrics.flops import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
-from meshwright.parameter_server import ServerStep
 from meshwright.runtime.step import LocalStep
+from meshwright.server_step import ServerStep
 from meshwright.train import TrainStep
 
 HINTS = {
@@ -77,14 +77,14 @@ class Metrics:
         if not isinstance(step, TrainStep | LocalStep):
             raise RunError(
                 f"the step is {a_type(step)}",
-                why="what is reported is what a training step does",
+                why="mw.Metrics reports on a training step",
                 hint="step.traffic, and meshwright ps status"
                 if isinstance(step, ServerStep)
                 else "mw.Metrics(step, path), with step = mw.train_step(…)",
             )
         if not is_whole(every) or every < 1:
             raise RunError(
-                f"every={every!r}", why="there is a record after so many steps", hint="a number from 1 on"
+                f"every={every!r}", why="a record is written after this many steps", hint="a number from 1 on"
             )
         _check_given(
             path=path, tensorboard=tensorboard, total=total, tokens=tokens, trace_signal=trace_signal
@@ -191,7 +191,7 @@ class Metrics:
         stages, and groups operators by action: forward of a stage and micro-batch, backward, reduction, update.
         """
         if not is_whole(steps) or steps < 1:
-            raise RunError(f"steps={steps!r} of a trace", why="it is a number of steps", hint="steps=3")
+            raise RunError(f"steps={steps!r} of a trace", why="it must be a number of steps", hint="steps=3")
         if self._trace_left:
             raise RunError("a trace is being taken", hint=f"it ends in {self._trace_left} steps")
         beside = self._path.parent if self._path is not None else Path()
@@ -300,6 +300,6 @@ def _check_number(name: str, value: Any) -> None:
         shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise RunError(
             f"{name}= is {a_type(value)} {shown}".rstrip(),
-            why="a record has numbers, words and tensors of one number",
+            why="a record has numbers, strings and tensors of one element",
             hint=f"metrics(loss, {name}={name}.mean())" if shown else f"metrics(loss, {name}=float({name}))",
         )

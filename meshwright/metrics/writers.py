@@ -57,7 +57,7 @@ class TensorBoard:
             raise RunError(
                 "tensorboard= needs the package tensorboard",
                 why=str(error),
-                hint='pip install "meshwright[tensorboard]", or path="metrics.jsonl" alone',
+                hint='pip install "meshwright[tensorboard]", or only path="metrics.jsonl"',
             ) from None
         self._writer = SummaryWriter(str(folder))
 

@@ -190,7 +190,7 @@ def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> P
             raise
         raise not_in_time(whole[0], plan) from error
     if timed is not plan:
-        check_in_time(graph, resharded, timed)
+        check_in_time(graph, factors, resharded, timed)
     kept = with_keeps(resharded, factors, timed)
     kept, activations, again = settled(kept, timed)
     return Partition(timed, factors, kept, plan, activations, again)

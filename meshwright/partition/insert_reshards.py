@@ -61,15 +61,23 @@ def insert_reshards(graph: Graph, factors: Factors, plan: Plan, prices: Prices) 
         wants = work.ports[node.name].inputs
         there = node.name in plan.hosts if node.op != PIN else node.uses[0] in work.hosted
         here = work.stages.get(node.name)
-        names = [work.bring(value, want, there, here) for value, want in zip(node.uses, wants, strict=True)]
+        names = [
+            work.bring(value, want, there, here, graph.sends_gradient(node, value))
+            for value, want in zip(node.uses, wants, strict=True)
+        ]
         nodes += [*work.fresh_nodes(), node.with_uses(names)]
     outputs = tuple(
-        (label, work.final(v, TensorLayout(factors.dims[v]) if label == LOSS else work.summed(v)))
+        (
+            label,
+            work.final(v, TensorLayout(factors.dims[v]), graded=True)
+            if label == LOSS
+            else work.final(v, work.summed(v)),
+        )
         for label, v in graph.outputs
     )
     by_target = {i.target: i.name for i in graph.inputs}
     mutations = tuple(
-        (target, work.final(v, plan.inputs[by_target[target]], by_target[target] in work.hosted))
+        (target, work.final(v, plan.inputs[by_target[target]], host=by_target[target] in work.hosted))
         for target, v in graph.mutations
     )
     nodes += work.fresh_nodes()
@@ -125,7 +133,7 @@ class _Insertion:
         self.hosted: set[str] = set(hosted_values(graph, plan.hosts))
         self.host_parameters = offloaded_parameters(graph, plan.hosts, plan.techniques)
         self.leaving = leaving_values(graph, plan.hosts, self.hosted)
-        self._shared: dict[tuple[str, TensorLayout], str] = {}  # by the name it starts from
+        self._shared: dict[tuple[str, TensorLayout, bool], str] = {}  # by the name it starts from
         self._hubs: dict[str, str] = {}
         # If stages have separate meshes: node → its stage, value → the stage of its producer.
         self.stages = stages_of(graph, plan.stages) if plan.meshes else {}
@@ -136,35 +144,47 @@ class _Insertion:
         self._taken = {*graph.types}
         self._fresh: list[Node] = []
 
-    def bring(self, value: str, want: TensorLayout, host: bool = False, stage: int | None = None) -> str:
+    def bring(self, value: str, want: TensorLayout, host: bool, stage: int | None, graded: bool) -> str:
         """Return the name of a value in the wanted layout on the host or device, and create the nodes for it.
 
-        `stage` is that of the reader.
+        `stage` is that of the reader; `graded`: whether a gradient comes back from it.
         """
         maker = self._made.get(value)
         if stage is not None and maker is not None and maker != stage:
-            return self._laid_out(value, self._border(value, maker, stage), want)
+            return self._laid_out(value, self._border(value, maker, stage), want, graded)
         start, lives = value, value in self.hosted or value in self.host_parameters
         # The hub of a value that leaves the host is on the device, for all readers.
         if lives and (not host or (value in self.leaving and value in self.plan.hubs)):
             if value not in self._copies:
                 self._copies[value] = self._transfer(value, value, TO_DEVICE)
             start, lives = self._copies[value], False
-        name = self._laid_out(value, start, want)
+        name = self._laid_out(value, start, want, graded)
         return self._transfer(value, name, TO_HOST) if host and not lives else name
 
-    def _laid_out(self, value: str, start: str, want: TensorLayout) -> str:
+    def _laid_out(self, value: str, start: str, want: TensorLayout, graded: bool) -> str:
         """Return the name of a value in the wanted layout, from `start`: the value, or its copy on the device."""
-        want = self._laid(value, want)
+        want = self._laid(value, want) if graded else want.forward
         if value in self.plan.hubs:
             hub = self._laid(value, self.plan.hubs[value])
             if start not in self._hubs:
-                self._hubs[start] = self._reshard(value, start, self.have[start], hub, "hub")
-            return self._reshard(value, self._hubs[start], hub, want, "to")
-        key = (start, normalize(want, self.plan.mesh))
+                back = value in self.graph.sent_back
+                self._hubs[start] = self._reshard(value, start, self.have[start], hub, "hub", back)
+            return self._reshard(value, self._hubs[start], hub, want, "to", graded)
+        mesh = self.plan.mesh
+        if not graded:  # it reads what is brought to a reader that has a gradient, if that is the same
+            same = normalize(want, mesh)
+            others = (w for w in self._wanted_with_gradient(value) if normalize(w.forward, mesh) == same)
+            if (other := next(others, None)) is not None:
+                want, graded = other, True
+        key = (start, normalize(want, mesh), graded)
         if key not in self._shared:
-            self._shared[key] = self._reshard(value, start, self.have[start], want, "to")
+            self._shared[key] = self._reshard(value, start, self.have[start], want, "to", graded)
         return self._shared[key]
+
+    def _wanted_with_gradient(self, value: str) -> list[TensorLayout]:
+        """Return the layouts in which those read a value from which a gradient comes back."""
+        readers = [(n, p) for n, p in self.graph.consumers[value] if self.graph.sends_gradient(n, value)]
+        return [self._laid(value, self.ports[n.name].inputs[p]) for n, p in readers]
 
     def _border(self, value: str, maker: int, reader: int) -> str:
         """Return a value as it leaves its stage for one with another mesh.
@@ -175,23 +195,23 @@ class _Insertion:
         if (value, reader) not in self._border_of:
             hub, start = self.plan.hubs.get(value), value
             if hub is not None:
-                start = self._laid_out(value, value, hub)
+                start = self._laid_out(value, value, hub, graded=True)
             have, time = self.have[start], set(self.plan.mesh.time)
             pending, grad = (tuple(a for a in axes if a in time) for axes in (have.partial, have.grad))
             name = self._reshard(
-                value, start, have, TensorLayout(have.dims, pending, grad), f"at{reader}", always=True
+                value, start, have, TensorLayout(have.dims, pending, grad), f"at{reader}", True, always=True
             )
             self._border_of[value, reader], self.borders[name] = name, maker
         return self._border_of[value, reader]
 
-    def final(self, value: str, want: TensorLayout, host: bool = False) -> str:
-        """Return the name of a result of the step.
+    def final(self, value: str, want: TensorLayout, *, host: bool = False, graded: bool = False) -> str:
+        """Return the name of a result of the step; backward begins at a `graded` one.
 
         A result that is partial in time stays so: its terms are added after the last micro-batch.
         """
         have = self.plan.hubs.get(value, self.have[value])
         late = not set(self.plan.mesh.time).isdisjoint(have.partial)
-        return self.bring(value, have if late else want, host)
+        return self.bring(value, replace(have, grad=()) if late else want, host, None, graded)
 
     def summed(self, value: str) -> TensorLayout:
         """Return the layout of a value, reduced but still split: results other than the loss stay split."""
@@ -223,17 +243,19 @@ class _Insertion:
         have: TensorLayout,
         want: TensorLayout,
         suffix: str,
+        graded: bool,
         *,
         always: bool = False,
     ) -> str:
-        """Create a reshard of `start`, the name of `value` in the layout `have`, and return its name.
+        """Create a reshard of `start`, the name of `value` in the layout `have`, and return its name. `graded`: a
+        gradient comes back, if the value needs one.
 
         Returns `start` if none is needed, except for a border, which is `always` a node.
         """
         mesh, graph = self.plan.mesh, self.graph
         if not always and (have == want or normalize(have, mesh) == normalize(want, mesh)):
             return start
-        kind, needs_grad = graph.types[value], value in graph.needs_grad
+        kind, needs_grad = graph.types[value], graded and value in graph.needs_grad
         pair = reshard(have, want, mesh, DTYPES[kind.dtype], self.prices, needs_grad)
         if pair.is_identity and not always:
             return start

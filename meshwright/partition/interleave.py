@@ -175,7 +175,7 @@ class _Merge:
 
     def _in_turns(self) -> Iterator[Node]:
         """Yield the nodes of all copies in their order of execution: one turn of each."""
-        turns = [_turns(list(self._program(copy)), self.order.halved) for copy in range(len(self.copies))]
+        turns = [self._turns_of(copy) for copy in range(len(self.copies))]
         needs = [[_needs(turn) for turn in mine] for mine in turns]
         there, done = {*self.copy_of, *self.shared}, [0] * len(turns)
         there -= {v for mine in turns for turn in mine for n in turn for v in n.values}
@@ -194,11 +194,24 @@ class _Merge:
                 done[copy], moved = done[copy] + 1, True
             assert moved, "copies wait for each other"
 
-    def _program(self, copy: int) -> Iterator[tuple[Node, float, bool]]:
-        """Yield a copy's nodes, with the work of each and whether a turn ends there."""
-        graph, leading = self.copies[copy], self.leading[copy]
-        for node, same in zip(graph.nodes, leading.nodes, strict=True):
-            assert node.name == same.name, f"%{node.name} stands where another rank has %{same.name}"
+    def _turns_of(self, copy: int) -> list[list[Node]]:
+        """Return the turns of a copy: those of the leading rank, by name. A rank without elements of an operator has no
+        helpers of it, and helpers that the leading rank has not go with the node that follows them."""
+        leading = _turns(list(self._program(copy, self.leading[copy])), self.order.halved)
+        number = {node.name: place for place, turn in enumerate(leading) for node in turn}
+        turns: list[list[Node]] = [[] for _ in leading]
+        helpers: list[Node] = []
+        for node, _, _ in self._program(copy, self.copies[copy]):
+            helpers.append(node)
+            if node.name in number:
+                turns[number[node.name]] += helpers
+                helpers = []
+        assert not helpers, f"%{helpers[-1].name} is no node of the leading rank"
+        return turns
+
+    def _program(self, copy: int, graph: Graph) -> Iterator[tuple[Node, float, bool]]:
+        """Yield the nodes of a rank's program of a copy, with the work of each and whether a turn ends there."""
+        for node in graph.nodes:
             mine = self._renamed(node, copy)
             if mine is None:
                 continue
@@ -214,7 +227,7 @@ class _Merge:
                 )
                 yield replace(mine, op=WAIT, args=(Ref(start), 0)), 0.0, False
             else:
-                yield mine, _work(same, leading), False
+                yield mine, _work(node, graph), False
 
     def _ends(self, reshard: Node) -> bool:
         forward, backward = (any(kind in COLLECTIVES for kind, *_ in half) for half in reshard.args[1:3])

@@ -192,8 +192,9 @@ class _Schedule:
         latest: dict[Hashable, _Open] = {}
         changes = self._changes()
         for node in self.graph.nodes:
-            producer = self.graph.producers.get(stored_in(self.graph, node)) if node.op == RESHARD else None
-            if producer is None or not any(node.needs_grad) or not self.graph.consumers[node.name]:
+            source = stored_in(self.graph, node) if node.op == RESHARD else ""
+            producer = self.graph.producers.get(source)
+            if producer is None or source not in self.graph.needs_grad or not self.graph.consumers[node.name]:
                 continue
             # Backward recomputes values from saved ones, with blocking reshards.
             if node.kwarg("again") or not any(_sent(half) for half in self._pair(node)):

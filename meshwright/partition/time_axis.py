@@ -14,12 +14,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.core.collectives import COLLECTIVES
-from meshwright.core.graph import RESHARD, Graph, Input, Node
+from meshwright.core.graph import LOSS, RESHARD, Graph, Input, Node
 from meshwright.core.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
-from meshwright.ops.batch import Unit, batch_units
+from meshwright.ops.batch import Unit, batch_units, example_reducers
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.strategy import Ports, Strategy, at_path, layouts, split_unit, through_ports
 from meshwright.ops.table import has_rule
@@ -49,6 +49,7 @@ class _InTime:
         self.time = mesh.time
         self.early = early_values(graph, graph.nodes)
         self.entries = {entry.name: entry for entry in graph.inputs}
+        self.reducers = {node.name for node in example_reducers(graph, factors)}
         self.made: dict[str, TensorLayout] = {}  # result of an operator → its layout
         self.known: dict[Hashable, tuple[Strategy, Ports]] = {}
         self.asked: dict[str, list[TensorLayout]] = {}  # value → the layouts that its consumers need
@@ -109,6 +110,14 @@ class _InTime:
                     why=f"each rank needs an example of each in %{site.node.name} ({site.node.op})",
                     where=site.node.where,
                     hint=_fewer(self.plan.techniques, most),
+                )
+            each = -(-sub.size // count)
+            if site.node.name in self.reducers and each * (count - 1) >= sub.size:
+                raise PlanError(
+                    f"the last of {self.plan.techniques.pieces_text} of {sub.size} examples is empty",
+                    why=f"the others have {each} each, and %{site.node.name} ({site.node.op}) needs an example of each",
+                    where=site.node.where,
+                    hint=_fewer(self.plan.techniques, -(-sub.size // each)),
                 )
 
     # -------------------------------------------------- inputs and hubs
@@ -219,7 +228,7 @@ def early_values(graph: Graph, nodes: Sequence[Node]) -> frozenset[str]:
 # ---------------------------------------------------------------- what cannot be split in time
 
 
-def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
+def check_in_time(graph: Graph, factors: Factors, resharded: Resharded, plan: Plan) -> None:
     """Raise PlanError if micro-batches depend on each other.
 
     That is so if the program has a collective in time other than a sum of values that depend on the batch only.
@@ -234,15 +243,37 @@ def check_in_time(graph: Graph, resharded: Resharded, plan: Plan) -> None:
         sums = node.name in early and _adds_up(resharded.layouts, node, time)
         if (forward and not sums) or backward:
             raise _refusal(resharded.graph, node, plan)
+    loss = next((value for label, value in resharded.graph.outputs if label == LOSS), "")
+    if loss and time.isdisjoint(resharded.layouts[loss].partial):  # each would compute all of it
+        raise not_in_time(_first_without_examples(graph, factors), plan)
+
+
+def _first_without_examples(graph: Graph, factors: Factors) -> Node:
+    """Return the first operator that reads the batch, and is known to treat no example by itself."""
+    reads = {entry.name for entry in graph.inputs if entry.role == "batch"}
+    for node in graph.nodes:
+        if reads.intersection(node.uses):
+            if not has_rule(node.op) or not batch_units(factors.sites[node.name], factors):
+                return node
+            reads.update(node.values)
+    return graph.nodes[-1]
 
 
 def not_in_time(node: Node, plan: Plan) -> PlanError:
     """Return the error for an operator that needs a value of all micro-batches."""
+    pieces, unsplit = plan.techniques.pieces_text, ", ".join(_unsplit(plan.techniques))
+    if not has_rule(node.op):
+        return PlanError(
+            f"%{node.name} ({node.op}) has no rule, so it needs the full batch, which {pieces} do not have",
+            why="without a rule it may not treat examples independently",
+            where=node.where,
+            hint=f'{unsplit}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
+        )
     return PlanError(
-        f"%{node.name} ({node.op}) needs the full batch at once, which {plan.techniques.pieces_text} do not have",
+        f"%{node.name} ({node.op}) needs the full batch at once, which {pieces} do not have",
         why="no rule shards it over examples, and no collective leads from one micro-batch to all",
         where=node.where,
-        hint=", ".join(_unsplit(plan.techniques)),
+        hint=unsplit,
     )
 
 
@@ -265,12 +296,7 @@ def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
         )
     node = consumers[0]
     if not has_rule(node.op):
-        return PlanError(
-            f"%{node.name} ({node.op}) has no rule, so it needs the full batch, which {pieces} do not have",
-            why="without a rule it may not treat examples independently",
-            where=node.where,
-            hint=f'{unsplit}, mw.rule({node.op.removesuffix(".default")!r}, "…"), or other operators in its place',
-        )
+        return not_in_time(node, plan)
     return PlanError(
         f"%{node.name} ({node.op}) needs the full batch at once, which {pieces} do not have",
         why="the operator is not linear in a sum over the batch, or reads examples of other pieces",

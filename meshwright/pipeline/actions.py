@@ -129,8 +129,8 @@ def parse(text: str) -> Schedule:
     head = _HEAD.fullmatch(lines[0])
     if head is None:
         raise PlanError(
-            f"{lines[0]!r} is no schedule",
-            why="its first line says how large it is",
+            f"{lines[0]!r} is not a schedule",
+            why="its first line must give its size",
             hint="1f1b: 2 stages on 2 ranks, 4 micro-batches",
         )
     name, stages, ranks, micro_batches = head[1], int(head[2]), int(head[3]), int(head[4])
@@ -139,7 +139,7 @@ def parse(text: str) -> Schedule:
         found = _RANK.fullmatch(line)
         if found is None or int(found[1]) != number:
             raise PlanError(
-                f"{line[:40]!r} is no list of rank {number}",
+                f"{line[:40]!r} is not the list of rank {number}",
                 why="one line for each rank, in order",
                 where=name,
             )
@@ -153,7 +153,7 @@ def parse(text: str) -> Schedule:
     }
     if len(lists) != ranks or sorted(held) != list(range(stages)):
         raise PlanError(
-            f"the schedule {name} is not whole",
+            f"the schedule {name} is incomplete",
             why=f"it says {stages} stages on {ranks} ranks, and lists {len(held)} on {len(lists)}",
         )
     return Schedule(name, tuple(held[s] for s in range(stages)), micro_batches, tuple(lists))
@@ -164,7 +164,10 @@ def _action(word: str, where: str) -> Action:
     kinds = (*COMPUTE, *MESSAGES)
     if found is None or found[1] not in KINDS or (found[1] in kinds) != (found[2] is not None):
         raise PlanError(
-            f"{word!r} is no action", where=where, why="actions: " + ", ".join(KINDS), hint="forward(0, 1)"
+            f"{word!r} is not an action",
+            where=where,
+            why="actions: " + ", ".join(KINDS),
+            hint="forward(0, 1)",
         )
     return Action(found[1], int(found[2] or 0), int(found[3] or 0))
 

@@ -48,7 +48,7 @@ def taken_of(cluster: Cluster, world: Meshes) -> tuple[int, ...]:
     if places > cluster.ranks:
         raise PlanError(
             f"{places} pipeline ranks on a cluster of {cluster.ranks}",
-            why="each rank of the pipeline is another device",
+            why="each rank of the pipeline needs a device of its own",
             hint=f"pipeline={cluster.ranks}",
         )
     check_all(cluster, world)

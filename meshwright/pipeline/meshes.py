@@ -95,7 +95,7 @@ def meshes(mesh: Mesh, techniques: Techniques, *, total: bool) -> Meshes:
         run = names[AXIS]
         if mesh.order != tuple(range(mesh.size)):
             raise PlanError(
-                "pipeline= on a mesh with an order of its own", hint="give the mesh of a stage, without pp"
+                "pipeline= on a mesh with its own rank order", hint="give the mesh of a stage, without pp"
             )
         axes = tuple(a for a in mesh.axes if a.name not in run)
         stage = Mesh(axes, tuple((n, r) for n, r in mesh.names if n != AXIS)) if axes else Mesh.of(ranks=1)
@@ -129,7 +129,7 @@ def own_meshes(given: Sequence[Mesh]) -> Meshes:
         raise PlanError(
             f"mesh={list(map(str, given))} is a list of {len(given)}",
             why="a list has the mesh of each rank of a pipeline, which are two or more",
-            hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]; the mesh alone where all stages have one shape',
+            hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]; or one mesh if all stages have the same shape',
         )
     along = next((mesh for mesh in given if AXIS in dict(mesh.names)), None)
     if along is not None:

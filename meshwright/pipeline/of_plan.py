@@ -66,7 +66,7 @@ def schedule_for(techniques: Techniques, places: int) -> Schedule:
         if fits != (stages, places, count):
             raise PlanError(
                 f"the schedule {found.name} is of {fits[0]} stages on {fits[1]} ranks with {fits[2]} micro-batches",
-                why=f"asked for are {stages} on {places} with {count}",
+                why=f"requested are {stages} on {places} with {count}",
                 hint=f"pipeline={fits[0]}, micro_batches={fits[2]}",
             )
     if not found.has_backward:

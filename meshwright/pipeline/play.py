@@ -121,7 +121,7 @@ def check_complete(schedule: Schedule) -> None:
                 continue
             if not (0 <= action.stage < schedule.stages and 0 <= action.micro_batch < schedule.micro_batches):
                 raise PlanError(
-                    f"{action} is of no stage or micro-batch of this schedule",
+                    f"{action} names a stage or micro-batch that this schedule does not have",
                     where=where,
                     why=f"it has {schedule.stages} stages and {schedule.micro_batches} micro-batches",
                 )
@@ -135,7 +135,7 @@ def check_complete(schedule: Schedule) -> None:
     for (kind, stage, micro_batch), times in found.items():
         if times > 1:
             raise PlanError(
-                f"{Action(kind, stage, micro_batch)} stands {times} times in {schedule.name}",
+                f"{Action(kind, stage, micro_batch)} is listed {times} times in {schedule.name}",
                 why="a stage takes each micro-batch once",
                 where=f"rank {schedule.ranks[stage]}",
             )
@@ -162,7 +162,8 @@ def _missing(found: Counter[tuple[str, int, int]], stage: int, m: int, trains: b
         )
     if found[BACKWARD, stage, m] and (found[BACKWARD_INPUT, stage, m] or found[BACKWARD_WEIGHT, stage, m]):
         raise PlanError(
-            f"{Action(BACKWARD, stage, m)} stands beside a half of it", why="it is both halves at once"
+            f"{Action(BACKWARD, stage, m)} is listed together with one of its halves",
+            why="it contains both halves",
         )
     return [Action(kind, stage, m) for kind in kinds]
 
@@ -208,7 +209,7 @@ def _deadlock(
             f"of rank {schedule.ranks[stage]}"
         )
     return PlanError(
-        f"the schedule {schedule.name} comes to a halt",
+        f"the schedule {schedule.name} deadlocks",
         why="; ".join(lines),
         hint="an order in which every value is made before the action that needs it",
     )

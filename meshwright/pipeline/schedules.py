@@ -40,7 +40,7 @@ def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule
         )
     for what, number in (("pipeline ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if not is_whole(number) or number < 1:
-            raise PlanError(f"{what}={number!r}", why="it is a whole number of at least 1")
+            raise PlanError(f"{what}={number!r}", why="it must be a whole number, at least 1")
     kind = SCHEDULES[name]
     if not kind.least <= chunks <= (kind.most or chunks):
         need = f"exactly {kind.least}" if kind.least == kind.most else f"at least {kind.least}"

@@ -260,23 +260,25 @@ def _check_order(nodes: Sequence[Node], pinned_to: Mapping[str, int], stages: in
             continue
         if not 0 <= stage < stages:
             raise PlanError(
-                f"{told(node)} is wanted in stage {stage}",
+                f"{told(node)} is assigned to stage {stage}",
                 why=f"there are {stages} stages, from 0 to {stages - 1}",
                 where=node.where,
                 hint=f"pipeline={stage + 1}, or a stage below {stages}",
             )
         if latest is not None and stage < latest[0]:
             raise PlanError(
-                f"{told(node)} is wanted in stage {stage}, after {told(latest[1])} in stage {latest[0]}",
+                f"{told(node)} is assigned to stage {stage}, after {told(latest[1])} in stage {latest[0]}",
                 why="values go from a stage to a later one",
                 where=node.where,
                 hint="stages that grow in the order in which the model runs",
             )
         if latest is None or stage > latest[0]:
-            _check_room(used, stage, number - taken, f"before {told(node)}, which is wanted in stage {stage}")
+            _check_room(
+                used, stage, number - taken, f"before {told(node)}, which is assigned to stage {stage}"
+            )
         latest, used, taken = (stage, node), stage + 1, number + 1
     if latest is not None:
-        after = f"after {told(latest[1])}, which is wanted in stage {latest[0]}"
+        after = f"after {told(latest[1])}, which is assigned to stage {latest[0]}"
         _check_room(used, stages, len(nodes) - taken, after)
 
 

@@ -22,14 +22,13 @@ from meshwright.errors import BatchError, MeshwrightError, RunError
 from meshwright.runtime.communicator import AtOnce, Communicator, Work
 from meshwright.runtime.gather_texts import gather_texts
 from meshwright.runtime.local_batch import Given, LocalBatch
+from meshwright.runtime.trained import PLAIN, Options, options_of
 
 EVERY = 32
 WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
 OPTIONS = "options of the optimizer"
 UPDATE = "update=False"
-PLAIN = (bool, int, float, str, tuple, type(None))
 Word = Mapping[str, str]
-Options = list[dict[str, str]]  # of each group of parameters: name → value
 Which = frozenset[tuple[int, str]]  # (group, name) of some options
 
 
@@ -131,14 +130,6 @@ def checksum(x: torch.Tensor) -> str:
     return f"checksum {zlib.crc32(data):08x}"
 
 
-def options_of(groups: Sequence[Mapping[str, object]]) -> Options:
-    """The options of an optimizer's groups that are plain values, as texts."""
-    return [
-        {k: repr(v) for k, v in sorted(group.items()) if k != "params" and isinstance(v, PLAIN)}
-        for group in groups
-    ]
-
-
 def some_of(options: Options, which: Which | None) -> Options:
     """Of options those that are asked for; None: all."""
     if which is None:
@@ -197,7 +188,7 @@ def difference(step: int, told: Sequence[Word], late: str = "") -> MeshwrightErr
             return RunError(
                 f"in step {step} the {OPTIONS} differ between ranks",
                 why=shown,
-                hint="every rank makes the same optimizer, and changes its learning rate alike",
+                hint="every rank makes the same optimizer, and changes its learning rate in the same way",
             )
         if what == UPDATE:
             return RunError(
@@ -209,13 +200,13 @@ def difference(step: int, told: Sequence[Word], late: str = "") -> MeshwrightErr
             return BatchError(
                 f"ranks are at different batches in step {step}",
                 why=shown,
-                hint="every rank takes each batch of its loader, and gives it to the step once",
+                hint="on every rank, pass each batch of the loader to the step once",
             )
         return BatchError(
             f"{what} of step {step} differs between ranks",
             why=shown,
             hint="step(batch) takes the global batch, the same on all ranks, of which each uses its part; "
-            "mw.shard_loader reads the parts alone",
+            "with mw.shard_loader each rank reads only its part",
         )
     return RunError(f"ranks differ in step {step}", why="their descriptions of it are equal")
 
@@ -226,4 +217,4 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-__all__ = ["RankComparison", "checksum", "named", "shared_options", "options_of", "options_that_differ"]
+__all__ = ["RankComparison", "checksum", "named", "shared_options", "options_that_differ"]

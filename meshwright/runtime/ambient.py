@@ -36,7 +36,7 @@ class Ambient:
                 short = str(dtype).removeprefix("torch.")
                 raise RunError(
                     f"a step is called under torch.autocast({kind!r}) of {short}, and was built without it",
-                    why="what runs is the program that was captured, with the casts that it had then",
+                    why="the step runs the captured program, which has no such casts",
                     hint=f"with torch.autocast({kind!r}, dtype={dtype}): in the loss, or around what builds the step",
                 )
         with contextlib.ExitStack() as stack:
@@ -51,6 +51,6 @@ def check_gradients() -> None:
         where = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RunError(
             f"a training step is called under torch.{where}()",
-            why="no gradient is made there, so that an update would be one without gradients",
+            why="no gradients are computed there, so there is nothing to update with",
             hint=f"call it outside of torch.{where}(); step.forward_step(model, batch) evaluates without gradients",
         )

@@ -88,7 +88,7 @@ def check_alike(calls: Mapping[int, Call], free: Collection[int], over: str) -> 
         raise RunError(
             f"ranks disagree about a collective over {over}",
             why="; ".join(f"{calls[r[0]]} on rank {_some(r)}" for r in ranks.values()),
-            hint="every rank of a group calls the same collectives in the same order, with like tensors",
+            hint="every rank of a group calls the same collectives in the same order, with matching tensors",
         )
 
 

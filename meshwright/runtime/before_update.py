@@ -70,7 +70,7 @@ def scaler_of(given: Any) -> torch.amp.GradScaler | None:
     if given is not None and not isinstance(given, torch.amp.GradScaler):
         raise RunError(
             f"scaler is {a_type(given)}",
-            why="the scale of a loss in float16 is that of a torch.amp.GradScaler",
+            why="it must be a torch.amp.GradScaler",
             hint='scaler=torch.amp.GradScaler("cuda"), or leave it out',
         )
     return given if given is not None and given.is_enabled() else None

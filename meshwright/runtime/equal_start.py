@@ -46,7 +46,8 @@ def start_equal(
             name, ranks = odd[0]
             raise RunError(
                 f"ranks start from different values: {name} differs from rank {first} on {ranks} of {len(group)} ranks",
-                why=f"{len(odd)} of {len(named)} parameters and buffers differ, and broadcast=False takes nobody's",
+                why=f"{len(odd)} of {len(named)} parameters and buffers differ, and broadcast=False allows no "
+                "difference",
                 hint=f"leave out broadcast= to take those of rank {first}, or give all ranks one seed before they "
                 "build the model: torch.manual_seed(0)",
             )
@@ -69,9 +70,9 @@ def _same_tensors(
     if not torch.equal(comm.all_reduce(mine, axes), mine * comm.mesh.count(axes)):
         raise RunError(
             "ranks have different parameters or buffers",
-            why="names, shapes or dtypes of those that all shall have differ",
-            hint="build the model in the same way on every rank; mw.manual_step takes patterns of a rank's own, "
-            "local_parameters=",
+            why="their names, shapes or dtypes differ",
+            hint="build the model in the same way on every rank; for mw.manual_step, list parameters of single ranks "
+            "in local_parameters=",
         )
 
 

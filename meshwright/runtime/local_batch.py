@@ -170,7 +170,7 @@ def check_batch(entries: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> 
         if value.layout is not torch.strided:
             raise BatchError(
                 f"{entry.target!r} is {str(value.layout).removeprefix('torch.')}",
-                why="its elements do not lie side by side, so that no rank could take its part of them",
+                why="its elements are not stored side by side, so no rank could take its part of them",
                 hint="x.to_dense()",
             )
         dtype = TORCH_DTYPES[entry.type.dtype]

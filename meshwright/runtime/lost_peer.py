@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
 from meshwright.runtime.stores import Store
 
 KEY = "meshwright/reason"
+TIMED_OUT = re.compile("[Tt]ime(d |-)?out|Timed")
+ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+")  # as gloo writes it
 SAID = 1000  # characters of an error that other ranks receive
 _broken: list[str] = []  # what failed in the middle on this rank
 # The store of this job, this rank, and what is called when it fails, once they are known.
@@ -124,9 +127,16 @@ def lost(error: RuntimeError, what: str) -> PeerLost | None:
         return None
     return another_failed(what) or PeerLost(
         f"another rank has gone, for which this one waited in {what}",
-        why=str(error).partition("\n")[0][:SAID],
+        why=_in_words(str(error)),
         hint="the launcher says which rank ended first, and the log of that one why",
     )
+
+
+def _in_words(text: str) -> str:
+    """What a back end says of a rank that has gone, without its own words."""
+    how = "did not answer in time" if TIMED_OUT.search(text) else "closed its connection"
+    at = ADDRESS.search(text)
+    return f"it {how}" + (f" (at {at[1]})" if at else "")
 
 
 def another_failed(what: str) -> PeerLost | None:

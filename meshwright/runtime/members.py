@@ -136,7 +136,7 @@ class Members:
         group = self.mesh.group(self.rank, run)
         if not is_whole(member) or not 0 <= member < len(group):
             raise RunError(
-                f"{member!r} is no member of the {len(group)} ranks along {self.mesh.show(run)}",
+                f"{member!r} is not a member of the {len(group)} ranks along {self.mesh.show(run)}",
                 why=f"members are numbered from 0 to {len(group) - 1}; they are ranks {list(group[:16])}",
             )
         return group[member]
@@ -149,7 +149,9 @@ class Members:
             )
         peer = member if axes is None else self._member(member, self.resolve(axes))
         if peer == self.rank:
-            raise RunError(f"rank {peer} would send to itself, or wait for itself", hint="it has the tensor")
+            raise RunError(
+                f"rank {peer} would send to itself, or wait for itself", hint="use the tensor directly"
+            )
         if not is_whole(tag) or not 0 <= tag < _TAGS:
             raise RunError(f"tag={tag!r} is no whole number from 0 to {_TAGS - 1}")
         return peer

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import RunError
-from meshwright.runtime.optimizers import OptimizerFactory, Trained
+from meshwright.runtime.trained import OptimizerFactory, Trained
 
 ROWS, COLUMNS, STEPS = 8, 6, 2
 Tried = tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]  # an optimizer and what it was made from
@@ -79,7 +79,7 @@ def _register(
             if problem
             else f"a rank updates only a shard of {sharded}"
             if sharded
-            else "a rank updates the parameters of its stages alone",
+            else "a rank updates only the parameters of its stages",
             hint="clip_norm= for a bound on the norm of gradients, step.grad_norm to read it; a hook that treats every "
             'element by itself; or a plan that replicates parameters: mode="data_parallel" without optimizer_parallel',
         )
@@ -97,7 +97,7 @@ def _check_kind(made: torch.optim.Optimizer, make: Make, sharded: str, apart: st
         )
     if isinstance(made, torch.optim.SparseAdam):
         raise RunError(
-            f"{kind} takes sparse gradients alone",
+            f"{kind} takes only sparse gradients",
             why="gradients are dense tensors here, those of tables with sparse=True too: ranks add them up",
             hint="torch.optim.Adagrad, which leaves rows without a gradient as they are, or torch.optim.AdamW",
         )
@@ -105,8 +105,8 @@ def _check_kind(made: torch.optim.Optimizer, make: Make, sharded: str, apart: st
     if problem:
         alone = f"a shard of {sharded}" if sharded else "the parameters of its stages"
         raise RunError(
-            f"a step of {kind} on a small parameter fails, so nobody knows whether it may step on parts",
-            why=f"a rank updates {alone} alone; {problem}",
+            f"a step of {kind} on a small parameter fails, so whether it can update shards is not known",
+            why=f"a rank updates only {alone}; {problem}",
             hint="an optimizer that steps on any parameter with a gradient (AdamW, SGD, …)",
         )
     if sharded and not _elementwise(make, name):
@@ -118,7 +118,7 @@ def _check_kind(made: torch.optim.Optimizer, make: Make, sharded: str, apart: st
         )
     if apart and not _each_alone(make, name):
         raise RunError(
-            f"{kind} looks at all parameters together, and a rank updates those of its stages alone, without {apart}",
+            f"{kind} looks at all parameters together, and a rank updates only those of its stages, without {apart}",
             why="a step on two matrices differs from a step on each",
             hint="an optimizer that treats every parameter by itself, clip_norm= for a bound on the norm of gradients, "
             "or no pipeline=",

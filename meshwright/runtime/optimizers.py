@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from meshwright.errors import RunError, a_type
-from meshwright.runtime.agreement import options_of
+from meshwright.errors import RunError
 from meshwright.runtime.shard_access import ShardAccess
+from meshwright.runtime.trained import OptimizerFactory, Trained, made_by, options_of
 
 NAMED = (
     "parameters.named() gives pairs of a name in the model and what this rank updates of it: "
@@ -19,33 +19,26 @@ NAMED = (
 )
 
 
-class Trained(list[torch.nn.Parameter]):
-    """The argument of an optimizer factory: this rank's trained tensor of each parameter, in the order of the model."""
+class Nothing(torch.nn.Parameter):
+    """An empty tensor, in the place of parameters on a rank that trains none, such as a stage that is frozen.
 
-    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
-        super().__init__(named.values())
-        self._named = dict(named)
-
-    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The same, each behind its name in the model, as `torch.nn.Module.named_parameters` gives them."""
-        return list(self._named.items())
-
-
-OptimizerFactory = Callable[[Trained], torch.optim.Optimizer]
+    Its optimizer has the groups of other ranks, so schedules can be built on it, and parameters that begin to train
+    later are added to it.
+    """
 
 
 def make_optimizer(
-    factory: OptimizerFactory | None, trained: Mapping[str, torch.nn.Parameter]
+    factory: OptimizerFactory | None,
+    trained: Mapping[str, torch.nn.Parameter],
+    device: torch.device | str = "cpu",
 ) -> torch.optim.Optimizer | None:
-    """The optimizer, where there is something to train. Raises RunError for a factory that makes something else."""
-    if factory is None or not trained:
+    """Return the optimizer of what a rank trains, or of `Nothing` on a device; None without a factory.
+
+    Raises RunError for a factory that makes something else.
+    """
+    if factory is None:
         return None
-    made = factory(Trained(trained))
-    if not isinstance(made, torch.optim.Optimizer):
-        raise RunError(
-            f"optimizer(parameters) gave {a_type(made)}, not a torch.optim.Optimizer",
-            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
-        )
+    made = made_by(factory, Trained(trained or {"": Nothing(torch.empty(0, device=device))}))
     apart_by_device(made)
     return made
 
@@ -58,15 +51,19 @@ def extend_optimizer(
 ) -> None:
     """Have an optimizer update further parameters, that have begun to train: each in the group of those that the
     factory puts into one group with it, else in a group of its own. States and options of the others stay."""
-    fresh = make_optimizer(factory, {**known, **new})
-    assert fresh is not None
-    names = {id(p): name for name, p in {**known, **new}.items()}
     place = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for group in fresh.param_groups:
-        added = [p for p in group["params"] if names.get(id(p)) in new]
+    nothing = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Nothing)]
+    fresh = make_optimizer(factory, {**({"": nothing[0]} if nothing else {}), **known, **new})
+    assert fresh is not None
+    names = {id(p): name for name, p in new.items()}
+    as_before = len(fresh.param_groups) == len(optimizer.param_groups)
+    for number, group in enumerate(fresh.param_groups):
+        added = [p for p in group["params"] if id(p) in names]
         if not added:
             continue
         beside = next((place[id(p)] for p in group["params"] if id(p) in place), None)
+        if beside is None and as_before and not optimizer.param_groups[number]["params"]:
+            beside = optimizer.param_groups[number]
         if beside is not None:
             beside["params"].extend(added)
         else:
@@ -131,7 +128,7 @@ class Updating:
         if not self._now and not self.apart and not self.by_hand:
             raise RunError(
                 "step.optimizer.step() is called after a step",
-                why="step(batch) has updated already, or keeps gradients that wait for the call that does: this would "
+                why="step(batch) has updated already, or accumulates gradients for a later call that does: this would "
                 "be a second update, or one without them",
                 hint="leave it out; to update by hand: step.gradients(batch), then step.optimizer.step()",
             )
@@ -214,8 +211,6 @@ def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
 
 
 __all__ = [
-    "OptimizerFactory",
-    "Trained",
     "Updating",
     "apart_by_device",
     "as_laid_out",

@@ -26,7 +26,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(data, ext_hook=_tuple, strict=True)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise RunError("what came is not plain data", why=str(error)) from None
+        raise RunError("the received message is not plain data", why=str(error)) from None
 
 
 def _checked(value: Any, where: str) -> Any:
@@ -48,7 +48,7 @@ def _checked(value: Any, where: str) -> Any:
                 )
         return {_checked(k, "a key"): _checked(v, f"{where}[{k!r}]") for k, v in value.items()}
     raise RunError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which is not sent",
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent",
         why="objects travel as plain data, never as pickle: None, numbers, strings, bytes, lists, tuples, dicts",
         hint="a tensor goes by send, broadcast or all_gather; of anything else send its fields",
     )
@@ -56,7 +56,7 @@ def _checked(value: Any, where: str) -> Any:
 
 def _tuple(code: int, data: memoryview) -> Any:
     if code != _TUPLE:
-        raise RunError("what came is not plain data", why=f"extension {code}")
+        raise RunError("the received message is not plain data", why=f"extension {code}")
     return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=_tuple))
 
 

@@ -140,10 +140,11 @@ class RankWeights:
             replace(group, members=tuple(m for m in group.members if m.name in mine))
             for group in gathers(self.parts, bucket_bytes, device)
         )
-        known = {n: self.state.updated.get(self.inputs[n].target) for n in mine}
+        known = {n: self.state.shards.get(self.inputs[n].target) for n in mine}
         made = ShardedUpdate(self.rank.comm, mine, self.weights, [g for g in groups if g.members], known)
         for name, shard in made.shards.items():
             self.parameters[self.inputs[name].target] = shard.leaf
+            self.state.shards[self.inputs[name].target] = shard.leaf
         return made
 
 

@@ -29,10 +29,12 @@ from meshwright.errors import PeerLost
 from meshwright.heartbeat import generation
 from meshwright.heartbeat.generation import Generation
 from meshwright.runtime.communicator import Alone, Communicator, break_off, interrupt
-from meshwright.runtime.rendezvous import Meeting, meet_anew
-from meshwright.runtime.stores import FileStore, Store, put
+from meshwright.runtime.rendezvous import Meeting, meet_anew, store_of_generation
+from meshwright.runtime.scheduler_store import arrived
+from meshwright.runtime.stores import Store, put
 
 WATCH_SECONDS = 0.25  # twice, from the word of the launcher until a step is interrupted
+STUCK_SECONDS = 10.0  # for which a step that is interrupted may go on waiting
 LOOK_SECONDS = 0.01  # between two looks at what the launcher or another rank says
 STORE_SECONDS = 600.0
 CONNECT_SECONDS = 0.5  # for ranks of which all have come
@@ -52,6 +54,7 @@ class Group:
         self._seen = 0
         self.busy = False  # with a step
         self._left = threading.Event()  # the generation that was met last
+        self._late, self._looks = -1, 0  # the generation of a step that is behind, and for how many looks
 
     @property
     def comes(self) -> bool:
@@ -93,20 +96,31 @@ class Group:
         threading.Thread(target=self._watch, name="next generation", daemon=True).start()
 
     def _watch(self) -> None:
-        late = -1
         while True:
             time.sleep(WATCH_SECONDS)
             with contextlib.suppress(OSError, ValueError):
-                found, number = generation.read(self.folder), self.now.number
-                behind = found is not None and found.number > number and self.busy
-                if behind and late == number:
-                    interrupt()
-                late = number if behind else -1
+                self.look()
+
+    def look(self) -> None:
+        """Interrupt a step if another generation had begun at the look before, too. A rank that cannot be freed ends:
+        the launcher starts it again, where the others would wait for it for ever."""
+        found, number = generation.read(self.folder), self.now.number
+        behind = found is not None and found.number > number and self.busy
+        self._looks = self._looks + 1 if behind and self._late == number else 0
+        self._late = number if behind else -1
+        if not self._looks:
+            return
+        interrupt()
+        if self._looks * WATCH_SECONDS > STUCK_SECONDS and heartbeat.long_wait() > STUCK_SECONDS:
+            told = f"rank {self.launched} still waits in a collective of ranks that have gone on without it: it ends"
+            print(told, file=sys.stderr, flush=True)
+            os._exit(1)
 
     def next_generation(self, seconds: float) -> bool:
         """Wait for another generation, in which this rank takes part; False if none begins in time."""
         end = time.monotonic() + seconds
-        told = heartbeat.begun("next generation", self.now.ranks, "", "the launcher says who is left")
+        ranks = (self.launched,) if self.comes else tuple(range(len(self.now.ranks)))
+        told = heartbeat.begun("next generation", ranks, "", "the launcher says who is left")
         with heartbeat.waiting(told):
             while True:
                 found = generation.read(self.folder)
@@ -123,16 +137,15 @@ class Group:
         break_off()
         now = self.now
         rank, world = now.ranks.index(self.launched), len(now.ranks)
-        store = FileStore(str(self.folder / f"store-{now.number}"))
-        store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        put(store, f"here/{rank}", b"here")
-        keys = [f"here/{other}" for other in range(world)]
-        while not store.check(keys):
+        heartbeat.regroup(now.ranks)
+        store = store_of_generation(self.folder, now.number, timedelta(seconds=STORE_SECONDS))
+        if store.add("here", 1) == world:
+            put(store, "all here", b"yes")
+        while not arrived(store, ["all here"], LOOK_SECONDS / 4):
             if self.changed() and _decide(store, "no") == "no":
                 raise PeerLost(
                     "another rank has gone", why="this one waited for the others of its generation"
                 )
-            time.sleep(LOOK_SECONDS / 4)
         if _decide(store, "yes") == "no":
             raise PeerLost("another rank has gone", why="another one did not wait for all of its generation")
         self._left = threading.Event()
@@ -217,10 +230,9 @@ class LeftStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or self.timeout).total_seconds()
-        while not self.check(keys):
+        while not arrived(self._now(), keys, LOOK_SECONDS / 4):
             if time.monotonic() > end:
                 raise RuntimeError(f"Wait timeout: {keys[0]} has not come")
-            time.sleep(LOOK_SECONDS / 4)
 
     def delete_key(self, key: str) -> bool:
         return self._now().delete_key(key)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,12 @@ from meshwright.errors import LaunchError, MeshwrightError, PeerLost, RunError
 from meshwright.launchers import Launched, launched
 from meshwright.launchers.dynamic_cluster import worker
 from meshwright.launchers.environment import DYNAMIC, TORCHRUN
-from meshwright.launchers.interfaces import interface_of, interface_to, loopback
+from meshwright.launchers.interfaces import interface_of, interface_to, loopback, port_of, resolve
 from meshwright.launchers.meeting_place import file_of
+from meshwright.launchers.own_scheduler import place_of
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
-from meshwright.runtime.scheduler_store import SchedulerStore
+from meshwright.runtime.scheduler_store import SchedulerStore, arrived
 from meshwright.runtime.stores import FileStore, PrefixStore, Store, TCPStore, put
 from meshwright.scheduler.client import FILE as SCHEDULER_FILE
 
@@ -68,13 +70,23 @@ def _store(timeout: timedelta) -> tuple[Store, int, int]:
     file = heartbeat.store()
     if file is None:
         return _store_elsewhere(launched(), timeout)
+    return _store_of(file, "", timeout), int(os.environ["RANK"]), launched_world()
+
+
+def _store_of(file: Path, prefix: str, timeout: timedelta) -> Store:
+    """The store in a file, or, over several machines, what it stands for at the scheduler."""
     scheduler = file.with_name(SCHEDULER_FILE)
-    if scheduler.exists():  # over several machines
+    if scheduler.exists():
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        return SchedulerStore.of(scheduler, f"{attempt}/", timeout), int(os.environ["RANK"]), launched_world()
+        return SchedulerStore.of(scheduler, f"{attempt}/{prefix}", timeout)
     store = FileStore(str(file))
     store.set_timeout(timeout)
-    return store, int(os.environ["RANK"]), launched_world()
+    return store
+
+
+def store_of_generation(folder: Path, number: int, timeout: timedelta) -> Store:
+    """Where the ranks meet that are left, or joined by others (`meshwright.heartbeat.generation`)."""
+    return _store_of(folder / f"store-{number}", f"generation {number}/", timeout)
 
 
 def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, int]:
@@ -87,7 +99,10 @@ def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, in
                 why="ranks meet at the port of rank 0",
                 hint="start all ranks with one launcher: meshwright run, torchrun, mpirun, srun",
             )
-        return next(rendezvous("env://", timeout=timeout))
+        address, port = os.environ["MASTER_ADDR"], port_of(os.environ["MASTER_PORT"], "MASTER_PORT")
+        resolve(address, port, "MASTER_ADDR")
+        with _port_taken(port):
+            return next(rendezvous("env://", timeout=timeout))
     if mine.dealt:
         log.warning(
             "rank %d: Slurm dealt ranks to machines in turn; inner axes of a mesh then cross machines, which costs "
@@ -103,9 +118,27 @@ def _store_elsewhere(mine: Launched, timeout: timedelta) -> tuple[Store, int, in
     elif not mine.address:
         store = FileStore(str(file_of(mine, timeout.total_seconds())), mine.world)
         store.set_timeout(timeout)
+    elif (place := place_of(mine, timeout.total_seconds())) is not None:
+        store = SchedulerStore(place, "", timeout)
     else:
-        store = TCPStore(mine.address, mine.port, mine.world, mine.rank == 0, timeout)
+        with _port_taken(mine.port):
+            store = TCPStore(mine.address, mine.port, mine.world, mine.rank == 0, timeout)
     return store, mine.rank, mine.world
+
+
+@contextlib.contextmanager
+def _port_taken(port: int) -> Iterator[None]:
+    """Within it, rank 0 listens. Raises LaunchError where it cannot."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"MASTER_PORT is {port}, and something else listens there",
+            why="ranks meet at this port of rank 0's machine",
+            hint="another MASTER_PORT on all ranks, or end what listens there",
+        ) from None
 
 
 def _interface(mine: Launched) -> str:
@@ -117,13 +150,7 @@ def _interface(mine: Launched) -> str:
         return loopback()
     if mine.rank:
         return interface_to(mine.address, mine.port)
-    try:
-        own = socket.getaddrinfo(mine.address, mine.port, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise LaunchError(
-            f"the host {mine.address} is unknown", why=f"MASTER_ADDR: {error.strerror}"
-        ) from None
-    name = interface_of(str(own))
+    name = interface_of(resolve(mine.address, mine.port, "MASTER_ADDR")[0][1])
     if not name:
         raise LaunchError(
             f"rank 0 is not on {mine.address}",
@@ -155,9 +182,8 @@ class _StoreChannel:
 
     def _get(self, key: str) -> bytes:
         """A word that another rank puts into the store. Raises PeerLost once `gone` says that one has gone."""
-        while self.gone is not None and not self.store.check([key]):
+        while self.gone is not None and not arrived(self.store, [key], WORD_SECONDS):
             self._look("its word")
-            time.sleep(WORD_SECONDS)
         return bytes(self.store.get(key))
 
     def _look(self, what: str) -> None:
@@ -181,7 +207,12 @@ class _StoreChannel:
 
     def come(self, what: str, seconds: float) -> list[int]:
         """Wait until all ranks have come to something; those that have not within a time. Who was here in vain comes to
-        the same place again."""
+        the same place again. A scheduler that is away is waited for as long as a rank: it may be started again."""
+        store = self.store
+        with store.patient(seconds) if isinstance(store, SchedulerStore) else contextlib.nullcontext():
+            return self._come(what, seconds)
+
+    def _come(self, what: str, seconds: float) -> list[int]:
         place = f"meshwright/came/{what}/{self._came.get(what, 0)}"
         keys = [f"{place}/{rank}" for rank in range(self.world)]
         put(self.store, keys[self.rank], b"here")

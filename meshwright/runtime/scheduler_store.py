@@ -6,7 +6,9 @@ scheduler was away. The C++ side calls it from its own threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from meshwright.runtime.stores import Store
 from meshwright.scheduler.client import Client, Place
 
 PATIENCE = timedelta(minutes=30)
+TURN_SECONDS = 0.1  # of one question whether keys are there
 
 
 class SchedulerStore(Store):
@@ -34,6 +37,15 @@ class SchedulerStore(Store):
     @property
     def timeout(self) -> timedelta:
         return self._patience
+
+    @contextlib.contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Within it, a scheduler that is away is waited for at least so long."""
+        before, self._client.patience = self._client.patience, max(self._client.patience, seconds)
+        try:
+            yield
+        finally:
+            self._client.patience = before
 
     def set(self, key: str, value: bytes | str) -> None:
         self._client.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
@@ -61,6 +73,10 @@ class SchedulerStore(Store):
         if missing:
             raise RuntimeError(f"Wait timeout: {len(missing)} keys have not come, {missing[0]} among them")
 
+    def arrived(self, keys: Sequence[str], seconds: float) -> bool:
+        """Return whether keys are there, or come within some seconds."""
+        return not self._client.wait(tuple(self._prefix + key for key in keys), seconds)
+
     def delete_key(self, key: str) -> bool:
         return self._client.delete(self._prefix + key)
 
@@ -68,4 +84,15 @@ class SchedulerStore(Store):
         return self._client.count()
 
 
-__all__ = ["SchedulerStore"]
+def arrived(store: Store, keys: Sequence[str], pause: float) -> bool:
+    """Return whether keys are there. If they are not, it has waited `pause` seconds, or longer where each question goes
+    to the scheduler, which answers as soon as they come."""
+    if isinstance(store, SchedulerStore):
+        return store.arrived(keys, TURN_SECONDS)
+    if store.check(list(keys)):
+        return True
+    time.sleep(pause)
+    return False
+
+
+__all__ = ["SchedulerStore", "arrived"]

@@ -150,7 +150,7 @@ def _answer(func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
         ):
             raise RunError(
                 f"{name.strip('_')} of {held.name}, of which this rank has a shard",
-                why="each rank would have the result of its shard, and not that of the parameter",
+                why="each rank would get the result of its shard, not of the full parameter",
                 hint=HINT,
             )
     if func == SET_DATA and args[0].shape == args[1].shape:  # a program may read this very memory

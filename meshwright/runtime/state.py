@@ -41,15 +41,16 @@ class StoredTensor:
 class State:
     """`kept`: parameter or buffer → how the ranks have it, also those of other stages. `tensors`: this rank's shard, as
     programs read it. `weights`: those that are trained, as autograd leaves. `updated`: what an optimizer updates of
-    each: the weight itself, its shard (ZeRO-1 and 2), or a copy on the host. `homes`: values of parameters that live in
-    the host's memory. `publishers`: trained parameters → what brings values from `updated` to `tensors`. `next_tag`:
-    messages between stages of the next program have tags from here on. `accumulating`: gradients in
-    ``.grad`` wait for an update in a later call."""
+    each: the weight itself, its shard (ZeRO-1 and 2), or a copy of one of them on the host. `shards`: those shards, on
+    the device. `homes`: values of parameters that live in the host's memory. `publishers`: trained parameters → what
+    brings values from `updated` to `tensors`. `next_tag`: messages between stages of the next program have tags from
+    here on. `accumulating`: gradients in ``.grad`` wait for an update in a later call."""
 
     kept: dict[str, StoredTensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     updated: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    shards: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     homes: dict[str, torch.Tensor] = field(default_factory=dict)
     next_tag: int = 0
     publishers: dict[frozenset[str], Callable[[], None]] = field(default_factory=dict)
@@ -71,14 +72,14 @@ class State:
             raise PlanError(
                 f"{name} is {known.entry.type} in an earlier step of this model, and {new.entry.type} now",
                 why="all programs of a model share its weights",
-                hint="build the model anew for a step of another dtype",
+                hint="build the model again for a step of another dtype",
             )
         moved = new.stored != known.stored or not set(new.holders) <= set(known.holders)
         if moved or (new.trained and known.trained and new.updated != known.updated):
             raise PlanError(
-                f"{name} is stored as {known.stored}, and this program wants {new.stored}",
-                why="all programs of a model share its weights, where they are",
-                hint="build the model anew for a step under another plan",
+                f"{name} is stored as {known.stored}, and this program needs {new.stored}",
+                why="all programs of a model share its weights as they are stored",
+                hint="build the model again for a step under another plan",
             )
         if new.trained and not known.trained:
             entry = replace(known.entry, needs_grad=True)

@@ -24,7 +24,7 @@ from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Made, make_executor
 from meshwright.runtime.local_batch import BatchParts, Given, LocalBatch, place_of
-from meshwright.runtime.optimizers import OptimizerFactory, Updating, make_optimizer
+from meshwright.runtime.optimizers import Updating, make_optimizer
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
@@ -32,6 +32,7 @@ from meshwright.runtime.rank_weights import RankWeights
 from meshwright.runtime.results import Results
 from meshwright.runtime.state import State
 from meshwright.runtime.step_end import StepEnd
+from meshwright.runtime.trained import OptimizerFactory
 
 
 class Offered(dict[str, torch.nn.Parameter]):
@@ -142,7 +143,7 @@ class LocalStep:
         self.comparison = RankComparison(self.world, self.rank.device)
         if self.pipe is not None:
             self.comparison.options = frozenset()  # stages have parameters, and so groups, of their own
-        self.optimizer = make_optimizer(optimizer, self.parameters)
+        self.optimizer = make_optimizer(optimizer, self.parameters, self.rank.device)
         self.offered, self.updating, self.ambient = Offered(self.parameters), Updating(), Ambient()
         self.updating.apart = self.own.apart
         if self.optimizer is not None:

@@ -49,8 +49,7 @@ from meshwright.input_checks import (
     check_trains,
     plan_from,
 )
-from meshwright.model_checks import check_function, check_model
-from meshwright.parameter_server import ServerStep, settle_shares
+from meshwright.model_checks import check_factory, check_function, check_model
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import (
@@ -70,18 +69,19 @@ from meshwright.runtime.communicator import leave
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.local_batch import taker
 from meshwright.runtime.optimizer_check import check_made, check_optimizer, watch_hooks
-from meshwright.runtime.optimizers import OptimizerFactory, grouped_alone
+from meshwright.runtime.optimizers import grouped_alone
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.regroup import group
 from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
+from meshwright.runtime.trained import OptimizerFactory
 from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins
+from meshwright.server_step import ServerStep, settle_shares
 from meshwright.train.on_servers import MODE, check_staleness, step_on_servers
 from meshwright.train.request import (
     StepRequest,
-    check_factory,
     check_mode,
     check_state,
     device_for,
@@ -100,6 +100,7 @@ def train_step(
     *,
     mode: Literal["parameter_server"],
     loss: Loss = default_loss,
+    clip_norm: float | None = None,
     staleness: int | None = 0,
 ) -> ServerStep: ...
 
@@ -198,7 +199,8 @@ def train_step(
             random numbers stay as they are, and gradients of a layer are reduced while the next is computed.
         mode: As in `mw.plan`, or ``"parameter_server"``: the model runs eagerly, what `mw.on_server` marks lives on
             servers, and each worker trains its rows of the batch. The result is a `ServerStep`; its loss is that of
-            these rows, and `loss` is a mean over examples. Apart from `staleness`, no option below `loss` applies.
+            these rows, and `loss` is a mean over examples. No option below `loss` applies but `clip_norm` and
+            `staleness`.
         staleness: With that mode: how many steps a worker may be ahead of the slowest one; see `mw.parameter_server`.
         techniques: Options such as ``optimizer_parallel=3`` or ``micro_batches=4``; see the page on techniques.
 

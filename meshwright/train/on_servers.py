@@ -7,18 +7,22 @@ of the examples.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import Signature
 from typing import Any
 
-from meshwright.capture.pytree import leaves, map_leaves
+import torch
+
+from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import BatchError, PlanError
-from meshwright.parameter_server import ServerStep, check_arguments
+from meshwright.parameter_server import check_arguments
 from meshwright.runtime.agreement import describe_batch
 from meshwright.runtime.rendezvous import launched_world
+from meshwright.runtime.trained import options_of
+from meshwright.server_step import ServerStep
 
 MODE = "parameter_server"
-OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "mode")
+OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "clip_norm", "mode")
 HINTS = {
     "mesh": "leave it out: workers share the examples of each batch",
     "seed": "torch.manual_seed(…) in the script: the model runs eagerly",
@@ -43,6 +47,12 @@ def share(batch: Any, worker: int, workers: int) -> Any:
             why="each worker trains its examples of the batch, which are rows of all tensors",
             hint="what has no examples belongs to the model, or mw.parameter_server with batches of each worker's own",
         )
+    if full := _not_shared(batch, count):
+        raise BatchError(
+            f"{full} of the batch is no tensor",
+            why="each worker would have it in full, beside its own rows of the tensors",
+            hint="torch.as_tensor(…) of it",
+        )
     if count < workers:
         raise BatchError(
             f"the batch has {count} examples for {workers} workers", why="each worker trains at least one"
@@ -51,11 +61,30 @@ def share(batch: Any, worker: int, workers: int) -> Any:
     return map_leaves(batch, lambda tensor: tensor[rows] if tensor.dim() else tensor)
 
 
-def describe(batch: Any) -> str:
-    """What must be the same on all workers of a global batch: its examples and checksums, name → value in JSON."""
+def _not_shared(batch: Any, count: int) -> str:
+    """The path of numbers that belong to examples as rows of tensors do: an array, or a list as long; empty if none."""
+    of_list: dict[str, int] = {}
+    for path, value in literals(batch):
+        if getattr(value, "ndim", 0):
+            return path or "what is passed"
+        if isinstance(value, int | float):
+            above, _, key = path.rpartition(".")
+            of_list[above] = of_list.get(above, 0) + key.isdecimal()
+    return next((path for path, numbers in of_list.items() if numbers == count > 1), "")
+
+
+def describe(batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What must be the same on all workers: examples and checksums of a global batch, and the options of optimizers;
+    name → value in JSON."""
     tensors = dict(leaves(batch))
     sizes = [len(tensor) for tensor in tensors.values() if tensor.dim()]
-    return json.dumps({"the number of examples": str(sizes[0] if sizes else 0), **describe_batch(tensors)})
+    groups = [group for optimizer in optimizers for group in options_of(optimizer.param_groups)]
+    options = {
+        f"{k} of group {n} of the optimizer": v for n, each in enumerate(groups) for k, v in each.items()
+    }
+    return json.dumps(
+        {"the number of examples": str(sizes[0] if sizes else 0), **describe_batch(tensors), **options}
+    )
 
 
 def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerStep:
@@ -72,14 +101,14 @@ def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerSte
         default = signature.parameters[name].default if name in signature.parameters else None
         if name != "techniques" and value is not default and value != default:
             raise PlanError(
-                f'{name}= is given beside mode="{MODE}"',
+                f'{name}= is given together with mode="{MODE}"',
                 why="servers update parameters by the optimizer, and a model that runs eagerly has no plan",
                 hint=HINTS.get(name, f"leave out {name}="),
             )
-    model, optimizer, batch, loss, staleness = (given[name] for name in OPTIONS[:-1])
-    check_arguments(model, loss, staleness)
+    model, optimizer, batch, loss, staleness, clip_norm = (given[name] for name in OPTIONS[:-1])
+    check_arguments(model, optimizer, loss, staleness)
     share(batch, 0, launched_world())
-    return ServerStep(model, optimizer, loss, staleness, share=share, describe=describe)
+    return ServerStep(model, optimizer, loss, staleness, share=share, describe=describe, clip_norm=clip_norm)
 
 
 def check_staleness(staleness: object, mode: str | None) -> None:

@@ -12,12 +12,12 @@ from meshwright.agreement import device_of, own_device
 from meshwright.capture.meta_init import Init
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
-from meshwright.errors import PlanError, RunError, a_type
+from meshwright.errors import PlanError, RunError
 from meshwright.hollow import check_has_values
 from meshwright.loss_value import Loss
 from meshwright.plan.plan import Plan
 from meshwright.programs import ModelState, check_joins
-from meshwright.runtime.optimizers import OptimizerFactory
+from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.planner import Request
 from meshwright.search.wanted import MeshLike, Pins
 
@@ -51,16 +51,6 @@ class StepRequest:
     max_programs: int
     tune: bool = False
     compile: bool = False
-
-
-def check_factory(optimizer: object) -> None:
-    """Raise RunError for an optimizer that is there already."""
-    if not callable(optimizer):
-        raise RunError(
-            f"optimizer is {a_type(optimizer)}, not a function from parameters to an optimizer",
-            why="each rank's optimizer works on the parts of the parameters it holds",
-            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
-        )
 
 
 def check_mode(mode: str | None) -> None:
@@ -97,4 +87,4 @@ def of_one_stage(graph: Graph, plan: Plan) -> str:
     return next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if plan.stages else ""
 
 
-__all__ = ["StepRequest", "check_factory", "check_mode", "check_state", "device_for", "of_one_stage"]
+__all__ = ["StepRequest", "check_mode", "check_state", "device_for", "of_one_stage"]

@@ -149,8 +149,8 @@ class StepState:
             raise RunError(
                 f"{type(self._model).__name__} has no save_pretrained",
                 why="it is not a Hugging Face model",
-                hint="torch.save(step.full_state(), path) on rank 0, after all ranks have called full_state; where one "
-                "lies within the model: with step.full() as model: model.inner.save_pretrained(folder)",
+                hint="torch.save(step.full_state(), path) on rank 0, after all ranks have called full_state; if part "
+                "of the model is one: with step.full() as model: model.inner.save_pretrained(folder)",
             )
         with self.full(rank=0) as model:
             if model is not None:

@@ -216,7 +216,7 @@ class TrainStep(StepState):
             raise RunError(
                 "the norm of the gradients is not known",
                 why=why,
-                hint="mw.train_step(…, clip_norm=1.0), or clip_norm=math.inf to compute the norm alone",
+                hint="mw.train_step(…, clip_norm=1.0), or clip_norm=math.inf to only compute the norm",
             )
         return self.local.before.norm
 

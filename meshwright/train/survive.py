@@ -129,8 +129,8 @@ class Survival:
         if self._last and update:
             raise RunError(
                 f"ranks {self.group.now.ended} have ended with exit code 0, this one begins another step",
-                why="all ranks do as many steps",
-                hint="look for a sys.exit, a return or a loop that is shorter there; loops begin at step.steps",
+                why="all ranks must do the same number of steps",
+                hint="look for a sys.exit, a return or a shorter loop there; loops begin at step.steps",
             )
         while True:
             before = position(step.local)

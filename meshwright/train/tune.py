@@ -104,7 +104,7 @@ def quickest(
     """Of some plans that whose measured step is shortest, with a note that says so. All ranks call it and return the
     same one; the first is taken where no other is quicker by more than noise."""
     if len(plans) < 2:
-        return plans[0].with_notes("tune: the search came to one plan alone, so nothing was measured")
+        return plans[0].with_notes("tune: the search found only one plan, so nothing was measured")
     if launched().rank == 0:
         log.warning("tune: %d plans take some steps each, for at most about %.0f s", len(plans), SECONDS)
     names = ["the choice of the search", *(_name(plan) for plan in plans[1:])]

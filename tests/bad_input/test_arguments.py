@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "compile as a word": (lambda: train(compile="yes"), RunError, "compile="),
     "compile for a plan": (
-        lambda: mw.plan(*built()[:2], loss=built()[2], mesh=2, compile=True), PlanError, "beside any plan",
+        lambda: mw.plan(*built()[:2], loss=built()[2], mesh=2, compile=True), PlanError, "under any plan",
     ),
     "memory in words, before a capture that would fail": (
         lambda: mw.plan(torch.nn.Sequential(script()), built()[1], cluster=mw.Cluster.local(2), memory="60GB"),  # type: ignore[arg-type]
@@ -85,8 +85,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a mesh without axes": (lambda: train(mesh={}), MeshError, r"mesh=\{\} is not a mesh"),
     "a number for a cluster": (lambda: train(mesh=None, cluster=3), PlanError, "the cluster is 3"),
-    "no loss": (lambda: train(loss=None), CaptureError, "loss=None is no function"),
-    "no outputs": (lambda: forward(outputs=None), CaptureError, "outputs=None is no function"),
+    "no loss": (lambda: train(loss=None), CaptureError, "loss=None is not a function"),
+    "no outputs": (lambda: forward(outputs=None), CaptureError, "outputs=None is not a function"),
     "a batch without tensors": (lambda: train(batch={}), CaptureError, "the example batch has no tensors"),
     "buckets of less than nothing": (lambda: train(bucket_bytes=-1), RunError, "bucket_bytes=-1"),
     "a word for a switch": (lambda: train(exact_random="no"), RunError, "exact_random='no'"),

@@ -44,7 +44,7 @@ CASES = {
     ),
     "a number for an axis": Case(
         lambda: perceptron({"up.*": {"n": 2}}), StrategyError,
-        "splits n over 2", "by its name", '{"n": ("dp", "tp")}',
+        "splits n over 2", "given by name", '{"n": ("dp", "tp")}',
     ),
     "an axis for a module": Case(
         lambda: perceptron({"up.*": "tp"}), StrategyError,

@@ -63,7 +63,7 @@ def test_a_mode_by_which_no_plan_is_made_is_told_with_its_line_and_what_was_mean
     text = replaced('"mode": "sharding_propagation"', '"mode": "sharding_propagatoin"')(
         perceptron().to_json()
     )
-    with pytest.raises(PlanError, match=r"the mode 'sharding_propagatoin', by which no plan") as caught:
+    with pytest.raises(PlanError, match=r"the mode 'sharding_propagatoin', which no plan has") as caught:
         mw.Plan.from_json(text, "plan.json")
     assert caught.value.where == "plan.json:3" and "did you mean 'sharding_propagation'" in caught.value.hint
 

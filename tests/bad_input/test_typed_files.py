@@ -221,7 +221,7 @@ CASES = {
         ("mesh", "axes", 1, 1), "two", "$.mesh.axes[1][1]: expected int, got str"
     ),
     "an axis of the time": Case(("mesh", "axes", 1, 2), "in time", "link 'in time'"),
-    "an axis without a name": Case(("mesh", "names", 0, 1), [], "do not stand for its axes"),
+    "an axis without a name": Case(("mesh", "names", 0, 1), [], "do not match its axes"),
     "too many ranks": Case(("mesh", "axes", 1, 1), 10**9, "the limit is 1,048,576"),
     "inputs as a list": Case(("inputs",), [1], "$.inputs: expected mapping, got list"),
     "an input that is a number": Case(("inputs", "x"), 4, "$.inputs.x: expected str, got int"),
@@ -234,7 +234,7 @@ CASES = {
     "a port that is a text": Case(
         ("nodes", "relu", "through"), {"dp": ["a"]}, "$.nodes.relu.through.dp[0]: expected int"
     ),
-    "a stage without a number": Case(("stages",), {"one": ["relu"]}, "'one' is no number of a stage"),
+    "a stage without a number": Case(("stages",), {"one": ["relu"]}, "'one' is not the number of a stage"),
 }
 
 

@@ -43,7 +43,7 @@ def test_an_error_of_a_sample_says_which_it_is(workers: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda m, b: m(b["x"]).square().mean(), "no loss of this model is sure to ignore the labels"),
+        (lambda m, b: m(b["x"]).square().mean(), "no loss of this model is known to ignore padded labels"),
         (
             lambda m, b: (
                 torch.nn.functional.cross_entropy(m(b["x"]), b["y"]) + 0.1 * m(b["x"]).square().mean()
@@ -144,9 +144,9 @@ def test_arguments_that_cannot_be_are_refused() -> None:
             ("did you mean shuffle=", points, {"shufle": True}),
             ("as large as that of the step", points, {"batch_size": 4}),
             ("seed=None", points, {"seed": None}),
-            ("shuffle=True beside a list", [example, example], {"shuffle": True}),
+            ("shuffle=True together with a list", [example, example], {"shuffle": True}),
             ("a list of samples", samples, {}),
-            ("a list of what has no tensors", [{"x": p["x"].numpy()} for p in samples], {}),
+            ("a list of objects without tensors", [{"x": p["x"].numpy()} for p in samples], {}),
             ("sample 0 has no 'x'", torch.utils.data.TensorDataset(torch.ones(16, 6).double()), {}),
             ("0 samples make no batch of 8", t.Points(0), {}),
             ("3 samples make no batch of 8", t.Points(3), {"last": "drop"}),
@@ -154,7 +154,7 @@ def test_arguments_that_cannot_be_are_refused() -> None:
             with pytest.raises(BatchError) as told:
                 mw.shard_loader(source, step, **options)
             assert said in str(told.value)
-        with pytest.raises(BatchError, match="function is no step"):
+        with pytest.raises(BatchError, match="function is not a step"):
             mw.shard_loader(points, loss)
 
     t.on_ranks(t.parts_for(model, example, loss, 1), model, example, loss, body)
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_right_is_refused() -> None:
         with pytest.raises(BatchError, match="DistributedSampler"):
             sampler = torch.utils.data.DistributedSampler(points, num_replicas=2, rank=step.world.rank)
             mw.shard_loader(DataLoader(points, batch_size=8, sampler=sampler), step)
-        with pytest.raises(BatchError, match="shuffle= beside a DataLoader"):
+        with pytest.raises(BatchError, match="shuffle= together with a DataLoader"):
             mw.shard_loader(DataLoader(points, batch_size=8), step, shuffle=True)
         with pytest.raises(BatchError, match="last='wrap'"):
             mw.shard_loader(points, step, last="wrap")

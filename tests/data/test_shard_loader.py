@@ -439,7 +439,7 @@ def test_a_forward_step_reads_its_part_and_what_fills_up_does_not_count() -> Non
     forward, loader = results(lambda model, batch: model(batch["x"]))
     found = torch.cat([forward(batch)[: batch.samples] for batch in loader])
     assert torch.allclose(found, model(points.x), atol=1e-12)
-    with pytest.raises(BatchError, match="no loss of this model is sure to ignore the labels"):
+    with pytest.raises(BatchError, match="no loss of this model is known to ignore padded labels"):
         results(lambda model, batch: model(batch["x"]).mean())
     with pytest.raises(BatchError, match=r"results would change(.|\n)*several samples together"):
         results(lambda model, batch: model(batch["x"]).softmax(0))

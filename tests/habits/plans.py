@@ -67,6 +67,12 @@ def options(name: str) -> dict[str, Any]:
         "zero2": {"mesh": {"dp": 2}, "optimizer_parallel": 2, "threshold_kb": 0},
         "zero3": {"mesh": {"dp": 2}, "optimizer_parallel": 3, "threshold_kb": 0},
         "host": {"mesh": {"dp": 2}, "offload": "optimizer"},
+        "zero1 host": {
+            "mesh": {"dp": 2},
+            "optimizer_parallel": 1,
+            "threshold_kb": 0,
+            "offload": "optimizer",
+        },
         "micro": {"mesh": {"dp": 2}, "micro_batches": 2},
         "halves": {
             "mesh": {"tp": 2},

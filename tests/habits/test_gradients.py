@@ -134,6 +134,7 @@ logging.getLogger("meshwright").addHandler(logging.StreamHandler(heard))
 torch.manual_seed(0)
 step = mw.train_step(Net(), adamw, batches()[0], loss=loss, **PLAN)
 autosave = mw.Autosave(step, "ckpt", every=1, keep=1)
+assert step.optimizer.param_groups[0]["lr"] > 0 and step.parameters  # as a schedule does
 first, second, *_ = batches()
 step(first)
 autosave()

@@ -96,7 +96,7 @@ if rank == 1:
     Path("ours/step-00000000/rank00000.safetensors").write_bytes(data)
 refused("reads weights=", on_meta(), weights="hf" if rank else "one.safetensors", init=Tied)
 refused("on the meta device, which holds no values", on_meta())
-refused("beside a model that has values", twin, weights="hf")
+refused("for a model that has values", twin, weights="hf")
 refused("init= without weights=", twin, init=Tied)
 refused("not a function that builds", on_meta(), weights="hf", init=twin)
 refused("rank00000.safetensors is damaged", on_meta(), weights="ours", init=Tied)
@@ -218,7 +218,7 @@ else:
             raise AssertionError(word)
 
     refused("exported for {'power': 2}", lambda: step({**x, "power": 3}))
-    refused("is there already", lambda: mw.export(step, "served"))
+    refused("exists already", lambda: mw.export(step, "served"))
     mw.export(step, "again")  # a loaded one, too
     names = ["rank-1.safetensors", "forward.json"]
     for name in names:

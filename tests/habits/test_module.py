@@ -130,7 +130,7 @@ def raising():
     with step.full() as full:
         raise ValueError("no values of mine")
 
-refused(alone, "on that rank alone")
+refused(alone, "on that rank only")
 refused(apart, "ranks changed up.weight")
 refused(inside, "end the block first")
 try:

@@ -181,7 +181,7 @@ mw.shutdown()
 """
 
 
-@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2", "pipeline"])
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero1 host", "zero2", "pipeline"])
 @quick(lambda plan: plan in ("tp", "pipeline"))
 def test_batches_of_other_shapes_train_the_same_weights(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, SHAPES)
@@ -203,7 +203,7 @@ def test_two_optimizers_train_one_model_in_turn(tmp_path: Path, plan: str) -> No
     run(tmp_path, plan, GAN)
 
 
-@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero2"])
+@pytest.mark.parametrize("plan", [*NAMES, "zero1", "zero1 host", "zero2"])
 @quick(lambda plan: plan in ("tp", "zero2"))
 def test_what_is_frozen_or_unfrozen_after_the_build_is_honoured(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, FREEZE)

@@ -20,7 +20,26 @@ from meshwright.plan.plan import Plan
 UNEVEN = Measured(corrections={"meeting": 2.0, "waited": 1.5, "hidden": 0.8, "launch": 1.2, "matmul": 0.9})
 MeshKey = tuple[tuple[str, int], ...]
 
+
+class Compared(torch.nn.Module):
+    """A value with three readers, of which one only compares it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.b(torch.where(h > 0, h, h.mean(-1, keepdim=True)))
+
+
+def compared() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    return Compared(), {"x": torch.randn(12, 12)}, lambda m, b: m(b["x"]).square().mean()
+
+
 MODELS: dict[str, Any] = {
+    "compared": (compared, {"a": {"n": "tp"}}),
     "mlp": (mlp.build, {"up.*": {"n": "tp"}}),
     "gpt": (gpt.build, {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}),
     "llama": (llama.build, {}),

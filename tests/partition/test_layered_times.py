@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,9 @@ class Both:
         self.added: list[tuple[int, ...]] = []  # layers that were put in
         few, full = Evaluator.__call__, Evaluator.in_full
 
-        def both(evaluator: Evaluator, choice: Choice, *, timed: bool = True) -> Evaluation:
+        def both(
+            evaluator: Evaluator, choice: Choice, *, timed: bool = True, most: float = math.inf
+        ) -> Evaluation:
             evaluation = few(evaluator, choice, timed=timed)
             if timed and not evaluation.in_full:
                 self.seen.append((evaluation, full(evaluator, choice)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.compile import captured_of
+from meshwright.core.graph import RESHARD
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.ops.factors import analyze
@@ -28,13 +29,12 @@ SPACES: dict[str, Any] = {  # mesh and family of strategies; a mesh of 3 makes b
     "dp=2 tp=3, product": ({"dp": 2, "tp": 3}, lambda n: named([[i] for i in range(n)])),
     "a=12, two runs": ({"a": 12}, lambda n: runs(n, 2)),
 }
-CASES = [
-    (model, space) for model in MODELS for space in SPACES if model in ("mlp", "gpt") or "two" not in space
-]
+PLAIN = ("mlp", "gpt", "compared")
+CASES = [(model, space) for model in MODELS for space in SPACES if model in PLAIN or "two" not in space]
 
 
 @pytest.mark.parametrize(("model", "space"), CASES)
-@quick(lambda model, space: "tp=3" not in space or model in ("mlp", "gpt"))
+@quick(lambda model, space: "tp=3" not in space or model in PLAIN)
 def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None:
     graph = captured_of(*built(model)).graph
     factors = analyze(graph, rules_of(graph))
@@ -61,9 +61,14 @@ def test_any_choice_costs_what_its_program_costs(model: str, space: str) -> None
             hosts=hosts,
             prices=cluster.prices,
         )
-        found = program_price(partition(graph, plan), cluster)
+        parts = partition(graph, plan)
+        found = program_price(parts, cluster)
         sending = found.forward_communication + found.backward_communication
         assert math.isclose(found.compute + found.update, wanted.compute, rel_tol=1e-6)
         assert math.isclose(sending, wanted.communication, rel_tol=1e-6)
         assert math.isclose(found.reduction, wanted.reduction, rel_tol=1e-6, abs_tol=1e-15)
         assert math.isclose(found.total, wanted.total, rel_tol=1e-6)
+        for node in parts.resharded.graph.nodes:
+            readers = [n for n, _ in parts.resharded.graph.consumers[node.name]] if node.op == RESHARD else []
+            if readers and not any(any(n.needs_grad) for n in readers):  # as where a value is only compared
+                assert not parts.resharded.pairs[node.name].backward

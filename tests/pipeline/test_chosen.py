@@ -12,7 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
-from meshwright.search.joint.pareto import Front
+from meshwright.search.joint.front import Front
 from meshwright.search.pipeline import choose as chosen
 from tests.breadth import first
 from tests.search.planned import GPU, built

@@ -10,7 +10,8 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import BatchError, RunError
-from meshwright.runtime.agreement import checksum, is_due, options_of, options_that_differ, shared_options
+from meshwright.runtime.agreement import checksum, is_due, options_that_differ, shared_options
+from meshwright.runtime.trained import options_of
 from tests.data import train as t
 
 SHARDINGS = (
@@ -49,7 +50,7 @@ def test_a_rank_with_a_batch_of_its_own(how: dict[str, Any]) -> None:
     assert len(set(found)) == 1 and len(found) == 4
     assert found[0].startswith("'x' of the batch of step 1 differs between ranks\n  why:   checksum ")
     assert "on ranks 0, 1, 3; checksum" in found[0] and "on rank 2\n" in found[0]
-    assert "mw.shard_loader reads the parts alone" in found[0]
+    assert "with mw.shard_loader each rank reads only its part" in found[0]
 
 
 @pytest.mark.parametrize("how", SHARDINGS, ids=str)

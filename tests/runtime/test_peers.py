@@ -29,6 +29,10 @@ def test_a_closed_connection_is_the_end_of_another_rank(store: Any) -> None:
     found = peers.lost(CLOSED, "an all_reduce")
     assert isinstance(found, PeerLost)
     assert found.what == "another rank has gone, for which this one waited in an all_reduce"
+    assert found.why == "it closed its connection (at 127.0.0.1)"
+    late = RuntimeError("[unbound_buffer.cc:82] Timed out waiting 1800000ms for recv operation to complete")
+    found = peers.lost(late, "an all_reduce")
+    assert found is not None and found.why == "it did not answer in time"
     store.set(peers.KEY, json.dumps([1, "BatchError", "rank 1 read 'x' as f64[4]", "data.py:3"]))
     found = peers.lost(CLOSED, "an all_reduce")
     assert found is not None

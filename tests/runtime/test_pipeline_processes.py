@@ -51,6 +51,61 @@ mw.shutdown()
 print("equal")
 """
 
+FROZEN = """
+import copy, torch
+import meshwright as mw
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+def freeze(model, frozen):
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or name < "layers.2")
+
+def adamw(parameters):
+    named = getattr(parameters, "named", None) or twin.named_parameters
+    groups = [[p for n, p in named() if ("bias" in n) == biases] for biases in (False, True)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": 0.02}], lr=0.01)
+
+torch.manual_seed(0)
+model = Layers().double()
+twin = copy.deepcopy(model)
+optimizer = adamw(twin.parameters())
+freeze(model, True)
+freeze(twin, True)
+loss = lambda model, x: model(x).square().mean()
+batches = torch.randn(6, 4, 6, dtype=torch.float64)
+step = mw.train_step(model, adamw, batches[0], loss=loss, pipeline=2, micro_batches=2, mesh={"dp": 1})
+assert step.rank == 0 or not step.parameters, "the second stage trains nothing"
+schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (step.optimizer, optimizer)]
+for number, batch in enumerate(batches):
+    if number == 2:
+        step.save("ckpt")
+        step.load("ckpt")
+        freeze(model, False)
+        freeze(twin, False)
+    optimizer.zero_grad()
+    loss(twin, batch).backward()
+    optimizer.step()
+    step(batch)
+    for schedule in schedules:
+        schedule.step()
+rates = [[group["lr"] for group in o.param_groups] for o in (step.optimizer, optimizer)]
+assert rates[0] == rates[1], rates
+state = step.full_state()
+worst = max((state[n] - p).abs().max().item() for n, p in twin.named_parameters())
+assert worst < 1e-12, worst
+mw.shutdown()
+print("equal")
+"""
+
 TRACED = """
 import copy, json, torch
 import meshwright as mw
@@ -267,3 +322,10 @@ def _marked(process: Path, mark: str) -> bool:
         return f"MESHWRIGHT_TEST={mark}".encode() in (process / "environ").read_bytes()
     except OSError:
         return False
+
+
+def test_a_frozen_stage_that_trains_later(tmp_path: Path) -> None:
+    """A rank that trains nothing has an optimizer: schedules are built on it, and what trains later is added to it."""
+    done = run_warm(tmp_path, 2, FROZEN)
+    assert done.returncode == 0, done.stderr
+    assert "equal" in done.stdout

@@ -239,7 +239,7 @@ WRONG = {
     "there is no rank 3": lambda w, x: w.send(x, 3),
     "would send to itself": lambda w, x: w.send(x, w.rank),
     "tag=-1": lambda w, x: w.recv((w.rank + 1) % 3, tag=-1),
-    "3 is no member of the 3 ranks along tp": lambda w, x: w.broadcast(x, "tp", 3),
+    "3 is not a member of the 3 ranks along tp": lambda w, x: w.broadcast(x, "tp", 3),
     "op='mean' is not known here": lambda w, x: w.all_reduce(x, "tp", "mean"),
     "op='max' is not known here": lambda w, x: w.reduce_scatter(x, 0, "tp", "max"),
     "an average of torch.int64": lambda w, x: w.all_reduce(x.long(), "tp", "avg"),
@@ -249,7 +249,7 @@ WRONG = {
     "named twice": lambda w, x: w.all_reduce(x, ("tp", "tp")),
     "takes a tensor": lambda w, x: w.all_reduce(1.0, "tp"),
     "gives None to a scatter": lambda w, x: w.scatter(None, 0, "tp", w.rank),
-    "is on one rank alone has no gradient": lambda w, x: (w.gather(x, 0, "tp", 0), 1 / 0) if w.rank else
+    "is on one rank only has no gradient": lambda w, x: (w.gather(x, 0, "tp", 0), 1 / 0) if w.rank else
     w.gather(x, 0, "tp", 0).sum().backward(),
 }  # fmt: skip
 

@@ -163,14 +163,14 @@ def test_ranks_that_name_different_paths_are_refused(folder: Path) -> None:
         return told
 
     for loads, resumes in run("gpt", TWO, body):
-        assert "this rank loads from" in loads and "rank 0 loads from" in loads and "one path" in loads
+        assert "this rank loads from" in loads and "rank 0 loads from" in loads and "the same path" in loads
         assert "this rank resumes from" in resumes and "rank 0 resumes from" in resumes
 
 
 def test_nothing_there_says_why(tmp_path: Path) -> None:
     assert "why:   it does not exist" in refused(tmp_path / "none")[0]
     (tmp_path / ".saving-step-00000003-abc").mkdir()
-    assert "a save was begun there and not ended" in refused(tmp_path)[0]
+    assert "a save was begun there and not finished" in refused(tmp_path)[0]
     (tmp_path / "x.pt").write_bytes(b"PK")
     assert "pickles (.pt, .bin) are not read" in refused(tmp_path / "x.pt")[0]
 

@@ -16,16 +16,20 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright import heartbeat
+from meshwright.checkpoint.folder import own
 from meshwright.checkpoint.lock import LOCK
 from meshwright.errors import CheckpointError
 from meshwright.examples import mlp
 
 ROOT = Path(__file__).parents[2]
 OTHER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from meshwright.checkpoint.folder import own
 
+if sys.argv[3:]:
+    os.environ["MESHWRIGHT_STORE"] = f"{os.getpid()}:{sys.argv[3]}"
 held = own(Path(sys.argv[1]))
 print("owned", flush=True)
 time.sleep(600 if sys.argv[2:] else 0)
@@ -65,6 +69,33 @@ def test_a_folder_of_another_job_is_refused_until_that_has_ended(step: Any, tmp_
     step.wait()
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert step.resume(tmp_path) is not None and not unfinished.exists()
+
+
+@pytest.mark.procs
+def test_a_rank_takes_the_lock_from_one_that_its_job_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one may still run, behind a link that is cut, or its machine may never be heard of again."""
+    folder = tmp_path / "ckpt"
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / heartbeat.JOB).write_text(name)
+    folder.mkdir()
+    lost = another_job(folder, "stays", str(tmp_path / "ours" / "store"))
+    monkeypatch.setenv(heartbeat.STORE, f"{os.getpid()}:{tmp_path / 'theirs' / 'store'}")
+    with pytest.raises(CheckpointError, match="saves into"):
+        own(folder)
+    monkeypatch.setenv(heartbeat.STORE, f"{os.getpid()}:{tmp_path / 'ours' / 'store'}")
+    held = own(folder)
+    assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+    lost.kill()
+    lost.communicate()
+    assert held.stands()
+    owner = {"host": f"not-{socket.gethostname()}", "pid": 1, "of": "ours"}
+    (folder / LOCK).unlink()
+    (folder / LOCK).write_text(json.dumps(owner))
+    held = own(folder)
+    assert held.stands() and json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.procs

@@ -82,7 +82,7 @@ def test_a_tensor_may_be_in_two_files_if_it_is_equal(tmp_path: Path) -> None:
     step.load(tmp_path)
     assert torch.equal(step.full_state()["tokens.weight"], found["tokens.weight"])
     save_file({"tokens.weight": found["tokens.weight"] + 1}, tmp_path / names[1])
-    with pytest.raises(CheckpointError, match=r"tokens\.weight is in two files, with other values"):
+    with pytest.raises(CheckpointError, match=r"tokens\.weight is in two files, with different values"):
         step.load(tmp_path)
 
 

@@ -243,7 +243,7 @@ def test_options_follow_their_parameters(tmp_path: Path) -> None:
     assert again.optimizer is not None
     assert [(g["lr"], g["weight_decay"]) for g in again.optimizer.param_groups] == [(0.5, 0.0), (0.5, 0.01)]
     one = mw.train_step(model, adamw, batch, loss=loss, mesh=1)
-    with pytest.raises(CheckpointError, match="parameters of one group had different options"):
+    with pytest.raises(CheckpointError, match="parameters of one group have different options"):
         one.load(tmp_path)
     assert not one.load(tmp_path, optimizer=False).optimizer
     sgd = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=1.0), batch, loss=loss, mesh=1)

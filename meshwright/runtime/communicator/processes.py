@@ -130,16 +130,22 @@ def interrupt() -> None:
     """End what this rank waits for in its process groups, with an error: that of another thread, too."""
     if not dist.is_initialized():
         return
-    nothing = torch.empty(1)
-    for group in (dist.group.WORLD, *(group for groups in _living for group in groups.held())):
-        me = dist.get_rank(group)
-        # A member that has gone is no help: a message from it fails at once, and closes no other connection.
-        for other in range(dist.get_world_size(group)):
-            if other != me:
-                with contextlib.suppress(RuntimeError):
-                    work = dist.irecv(nothing, group=group, group_src=other, tag=TAG - 1)
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
+    for group in (dist.group.WORLD, *(group for groups in list(_living) for group in groups.held())):
+        # A group of an earlier generation that somebody still holds is no part of torch's any more.
+        with contextlib.suppress(ValueError):
+            _interrupt(group)
+
+
+def _interrupt(group: Any) -> None:
+    """The same for one group. Raises ValueError for one that has ended."""
+    me, nothing = dist.get_rank(group), torch.empty(1)
+    # A member that has gone is no help: a message from it fails at once, and closes no other connection.
+    for other in range(dist.get_world_size(group)):
+        if other != me:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(nothing, group=group, group_src=other, tag=TAG - 1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
 
 def outlive() -> None:

@@ -113,7 +113,7 @@ def _same_state(rank: Rank) -> None:
         raise RunError(
             "the random states of torch differ between ranks",
             why='with exact_random="torch" every rank draws all numbers, and they have to be the same',
-            hint="torch.manual_seed(0) with one number on all ranks, and nothing drawn by some of them alone",
+            hint="torch.manual_seed(0) with the same number on all ranks, and the same draws on all",
         )
 
 

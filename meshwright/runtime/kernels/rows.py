@@ -83,7 +83,8 @@ def nothing(
 
     Every tensor that went in gets a gradient of zeros.
     """
-    history = sum(t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad)
+    sums = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
+    history = sum(s.real if s.is_complex() else s for s in sums)  # a real result stays real
     results = [torch.zeros(tuple(shape), dtype=dtype, device=rank.device) for shape, dtype in kinds]
     if bias_c is not None:
         spatial = tensors[1].dim() - 2

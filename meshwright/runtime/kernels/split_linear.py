@@ -7,6 +7,7 @@ from there, so that casts, gathers and hooks of the weights see their gradients 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,8 @@ def _halves(
     transposed: bool,
 ) -> list[tuple[GradientEdge, torch.Tensor]]:
     """The gradients of one linear's weight and bias, by where they go."""
-    dy, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    # Sizes are named: -1 has no value where a rank has no elements.
+    dy, x = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (gradient, x))
     found = [] if weight is None else [(weight, x.t() @ dy if transposed else dy.t() @ x)]
     return found if bias is None else [*found, (bias, dy.sum(0))]
 
