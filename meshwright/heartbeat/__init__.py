@@ -31,6 +31,7 @@ OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the 
 STORE = (
     "MESHWRIGHT_STORE"  # so, too: the process, and the file in which the ranks of a job on one machine meet
 )
+JOB = "job"  # beside that file: the name of the job
 RAISED = ".raised"  # `rank1.raised`, beside that file: its script has raised, and its log says so
 _mine: Pulse | None = None
 
@@ -39,6 +40,15 @@ def store() -> Path | None:
     """The file in which the ranks of this job meet; None where no launcher of ours has started this very process."""
     pid, _, path = os.environ.get(STORE, "").partition(":")
     return Path(path) if pid == str(os.getpid()) else None
+
+
+def job() -> str:
+    """The name of this process's job, the same on all its machines and in all its attempts; empty where no launcher of
+    ours has started it."""
+    path = store()
+    with contextlib.suppress(OSError):
+        return "" if path is None else path.with_name(JOB).read_text("utf-8")
+    return ""
 
 
 def begin() -> None:
@@ -88,6 +98,12 @@ def alive() -> None:
         _mine.alive()
 
 
+def regroup(launched: tuple[int, ...]) -> None:
+    """Say that the ranks of the job are others from now on: those that were launched with these numbers."""
+    if _mine is not None:
+        _mine.regroup(launched)
+
+
 def of(what: str) -> None:
     """Say what the next collective is of."""
     if _mine is not None:
@@ -111,6 +127,11 @@ def over(entry: Entry | None, *, beside: bool = False) -> None:
         _mine.over(BESIDE if beside else WAIT)
 
 
+def long_wait() -> float:
+    """For how many seconds this rank has waited for one and the same collective; 0 if it does not."""
+    return 0.0 if _mine is None else _mine.long_wait()
+
+
 @contextlib.contextmanager
 def waiting(entry: Entry | None, *, beside: bool = False) -> Iterator[None]:
     """Say that this rank waits within the block."""
@@ -125,6 +146,7 @@ __all__ = [
     "ENDED",
     "FOR_SAVE",
     "IN_STEP",
+    "JOB",
     "OWN",
     "OWN_CODE",
     "RAISED",
@@ -136,8 +158,10 @@ __all__ = [
     "begun",
     "doing",
     "during",
+    "job",
     "of",
     "over",
+    "regroup",
     "step",
     "store",
     "waiting",

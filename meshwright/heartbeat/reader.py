@@ -91,7 +91,10 @@ def read(path: Path) -> Seen | None:
         return Waits(names[kind], groups[group], number, names[of]) if number > 0 and kind >= 0 else None
 
     since, what, patient, step, one, two = DOING.unpack_from(data, NOW)
-    counts = {g: NUMBER.unpack_from(data, NUMBERS + 8 * n)[0] for n, g in groups.items() if n < GROUPS}
+    counted = {g: NUMBER.unpack_from(data, NUMBERS + 8 * n)[0] for n, g in groups.items() if n < GROUPS}
+    counts = {
+        group: count for group, count in counted.items() if count
+    }  # else it is of ranks that were before
     ring = sorted(BEGUN.unpack_from(data, LATEST + BEGUN.size * place) for place in range(KEPT))
     latest = {(groups[g], n): (names[kind], names[of]) for serial, g, n, kind, of in ring if serial}
     beside = waited(BESIDE) if what < len(names) and names[what] == FOR_SAVE else None

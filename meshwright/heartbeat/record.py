@@ -48,10 +48,12 @@ class Pulse:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._names: dict[object, int] = {}
-        self._listed = path.with_suffix(".names").open("ab", buffering=0)
+        self._lines = 0  # of the list of names
+        self._listed = path.with_suffix(".names").open("wb", buffering=0)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._begun: dict[int, int] = {}
         self._latest = 0
+        self._launched: tuple[int, ...] = ()
         self._lives = 0
         self.of = ""  # what the next collective is of
         self.now = (OWN_CODE, False, NONE, NONE)
@@ -73,9 +75,23 @@ class Pulse:
         """The number of a text, or of a group."""
         found = self._names.get(name)
         if found is None:
-            found = self._names[name] = len(self._names)
+            found = self._names[name] = self._lines
+            self._lines += 1
             self._listed.write(json.dumps(name).encode() + b"\n")
         return found
+
+    def regroup(self, launched: tuple[int, ...]) -> None:
+        """The ranks of the job are others from now on, and their collectives are counted anew, the same on all.
+        `launched`: the number by which each was launched."""
+        self._launched = launched
+        for key, group in self._groups.items():
+            del self._names["group", group, *key[::-1]]
+        self._groups.clear()
+        self._begun.clear()
+        self._latest = 0
+        self.over()
+        self.over(BESIDE)
+        self._map[NUMBERS:SIZE] = bytes(SIZE - NUMBERS)
 
     def doing(self, what: str, patient: bool = False, one: int = NONE, two: int = NONE) -> None:
         """From now on the rank does this."""
@@ -91,6 +107,8 @@ class Pulse:
     def begun(self, kind: str, ranks: tuple[int, ...], axes: str = "", of: str | None = None) -> Entry:
         """A collective begins, counted among those of these ranks and `axes`. `of`: what it is of, by default what this
         object's `of` says, once."""
+        if self._launched:
+            ranks = tuple(self._launched[rank] for rank in ranks)
         key = (axes, ranks)
         group = self._groups.get(key)
         if group is None:
@@ -113,6 +131,11 @@ class Pulse:
     def over(self, at: int = WAIT) -> None:
         """It waits no more."""
         WAITING.pack_into(self._map, at, 0.0, NONE, 0, 0, 0)
+
+    def long_wait(self) -> float:
+        """For how many seconds the rank has waited for what it waits for; 0 if it does not."""
+        since, kind, *_ = WAITING.unpack_from(self._map, WAIT)
+        return time.monotonic() - since if kind >= 0 else 0.0
 
 
 __all__ = ["ENDED", "Entry", "Pulse", "stack_signal"]

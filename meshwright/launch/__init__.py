@@ -2,7 +2,7 @@
 
 `job.py` says what to start and refuses what cannot be; `agent.py` runs attempts, `ranks.py` the processes of one;
 `bootstrap.py` is the first thing a rank executes; `port.py` is where scripts meet that know torch alone; `terminal.py`
-shows rank 0; `failure.py` finds out which rank failed first and why; `hang_watch.py` and `hang_diagnosis.py` find out
+shows rank 0; `failure.py` finds out which rank failed first and why; `hang_watch.py` and its neighbours find out
 which one hangs; `reaper.py` ends what is left, also when the launcher itself was killed.
 """
 

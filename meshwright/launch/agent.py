@@ -15,14 +15,16 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import LaunchError
+from meshwright.heartbeat import JOB
 from meshwright.launch import bind, bootstrap, failure, reaper, terminal
 from meshwright.launch.departures import HINT, Departures, leaving
+from meshwright.launch.hang_elsewhere import Elsewhere
 from meshwright.launch.hang_watch import Watch
 from meshwright.launch.job import Job, check
 from meshwright.launch.keeper import Keeper, memory_folder
@@ -31,6 +33,7 @@ from meshwright.launch.nodes import trusted
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import Port
 from meshwright.launch.ranks import Ranks
+from meshwright.launch.servers import machines_of
 from meshwright.launch.span import Alone, Span
 from meshwright.launch.survivors import Survivors
 from meshwright.scheduler.client import Place
@@ -57,7 +60,7 @@ def run(job: Job) -> Outcome:
         outcome = Outcome(128 + heard[0])
     finally:
         shutil.rmtree(records, ignore_errors=True)
-        if job.log_dir is None and outcome.failure is None:
+        if job.log_dir is None and outcome.failure is None and outcome.log_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
@@ -67,7 +70,8 @@ def _party(job: Job, secret: str, records: Path, folder: Path, heard: list[int])
     if job.nodes is None:
         return Alone(job.nproc, job.restarts)
     place = Place(job.nodes.host, job.nodes.port, Trust(secret, job.nodes.certificates))
-    return Member(job.nodes, place, job.nproc, job.restarts, records, folder, lambda: bool(heard))
+    how = (job.nproc, job.restarts, job.on_failure)
+    return Member(job.nodes, place, *how, records, folder, lambda: bool(heard))
 
 
 def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, heard: list[int]) -> Outcome:
@@ -79,13 +83,15 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
             for left in records.glob("*"):  # of an attempt before
                 left.unlink()
             span = party.begin()
+            (records / JOB).write_text(party.job, "utf-8")
+            machines_of(span.attempt, span.nodes)
             for rank in span.ranks if fresh else ():
                 (folder / f"rank{rank}.log").unlink(missing_ok=True)
             fresh = False
             outcome = _attempt(job, party, keeper, span, f"{run_id}-{span.attempt}", folder, records, heard)
             outcome, again = party.end(outcome)
-            if not again:
-                return outcome
+            if not again:  # what was said of failures names their logs
+                return replace(outcome, log_dir=folder) if failures else outcome
             if outcome.failure is not None:
                 failures += 1
                 print(f"{outcome.failure}\nattempt {failures + 1} of {job.restarts + 1}:", file=sys.stderr)
@@ -103,8 +109,11 @@ def _attempt(
     records: Path,
     heard: list[int],
 ) -> Outcome:
-    alone = span.places == 1
-    watch = Watch(records, folder, span.ranks, job.hang_seconds if alone else 0, run_id)
+    goes_on = job.on_failure == "continue"
+    elsewhere = None
+    if isinstance(party, Member) and (span.places > 1 or goes_on):
+        elsewhere = Elsewhere(party.place, span, party.machines)
+    watch = Watch(records, folder, span.ranks, job.hang_seconds, run_id, elsewhere, goes_on)
     shared = {name: value for name, value in os.environ.items() if name != SECRET}
     shared["TORCHELASTIC_RUN_ID"] = run_id
     shown = _shown(job, span)
@@ -115,20 +124,25 @@ def _attempt(
         envs = {rank: {**shared, **span.rank_env(rank - span.first, number)} for rank in span.ranks}
         ranks = Ranks({rank: (command, env) for rank, env in envs.items()}, records, folder)
         left = None
-        if job.on_failure == "continue" and isinstance(party, Alone):
-            left = Survivors(records, ranks, span.nproc, party.budget)
+        if goes_on:
+            left = Survivors(records, ranks, span.ranks, span.world, party, watch.hung)
         failed = ranks.failed if left is None else left.over
-        with Departures(records, ranks, span, party.place, goes_on=left is not None) as departures:
-            while not (failed() or heard or party.over() or departures.found) and ranks.running():
+        with Departures(records, ranks, span, party.place, goes_on=goes_on) as departures:
+            while not (failed() or heard or party.over() or departures.found) and (
+                ranks.running() or party.undecided()
+            ):
                 port.look()
                 keeper.look(records, span.address)
-                time.sleep(job.poll_seconds)
+                party.pause(job.poll_seconds)
         vain = None if departures.found is None else watch.explained(departures.found, HINT, shown=0)
         if heard:
             ranks.stop(heard[0], job.grace_seconds, lambda: len(heard) > 1)
             party.stopped(128 + heard[0])
             raise Stopped
-        cut_short = left is None and vain is None and bool(ranks.running()) and not ranks.failed()
+        survived = frozenset() if left is None else frozenset(left.lost)
+        cut_short = (
+            party.over() and vain is None and bool(ranks.running()) and not ranks.failed(besides=survived)
+        )
         seconds = job.grace_seconds if party.grows() else min(job.grace_seconds, AFTER_FAILURE_SECONDS)
         ranks.stop(signal.SIGTERM, seconds)
     if heard:
@@ -136,8 +150,8 @@ def _attempt(
         raise Stopped
     if vain is not None:
         return Outcome(1, vain, folder)
-    survived = frozenset() if left is None else left.survived
-    return _outcome(job, span, ranks, watch, departures, folder, cut_short, survived)
+    outcome = _outcome(job, span, ranks, watch, departures, folder, cut_short, survived)
+    return replace(outcome, log_dir=folder) if left is not None and left.said_where else outcome
 
 
 def _outcome(
@@ -166,7 +180,8 @@ def _outcome(
     whole = set(span.ranks) - {e.rank for e in ends} | {r for r in stopped if watch.ended(r)}
     lost = failure.lost_a_peer(failure.tail(end.log))
     if lost and (early := departures.early(whole)):
-        error = failure.ended_early(error, leaving(early, span.world), folder / f"rank{early[0].rank}.log")
+        log = folder / f"rank{early[0].rank}.log" if early[0].rank in span.ranks else None
+        error = failure.ended_early(error, leaving(early, span.world), log)
     # Who joined or was left has not begun the same collectives as the others.
     if job.on_failure != "continue" and (odd := watch.left_out()):
         error = LaunchError(

@@ -22,7 +22,7 @@ def parse_cores(text: str) -> frozenset[int]:
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise LaunchError(f"--bind: {text!r} names no cores", why="as in 0-3,8", hint=HINT)
+            raise LaunchError(f"--bind: {text!r} names no cores", why="write it as 0-3,8", hint=HINT)
         found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)
 
@@ -84,7 +84,7 @@ def _mapped(spec: str, nproc: int, usable: frozenset[int]) -> list[frozenset[int
         if cores - usable:
             core = min(cores - usable)
             raise LaunchError(
-                f"--bind: local rank {rank} shall have core {core}", why="this machine does not offer it"
+                f"--bind: local rank {rank} is to have core {core}", why="this machine does not offer it"
             )
     return sets
 

@@ -38,8 +38,8 @@ BESIDE_STEPS = (
     "before the process groups",
 )  # groups that do not stand for a collective
 HINT = (
-    "all ranks do as many steps before they end: look for a break, a return or a loop that is shorter there; "
-    "mw.shard_loader gives all ranks as many batches"
+    "all ranks must do the same number of steps before they end: look for a break, a return or a shorter loop there; "
+    "mw.shard_loader gives all ranks the same number of batches"
 )
 
 
@@ -121,7 +121,7 @@ def diagnose(
 
 def leaving(gone: Sequence[Left], world: int) -> str:
     """``rank 1 of 2 ended with exit code 0 after step 3``."""
-    how = "ended with exit code 0" if any(g.ended for g in gone) else f"came to {SHUTDOWN}"
+    how = "ended with exit code 0" if any(g.ended for g in gone) else f"reached {SHUTDOWN}"
     steps = sorted({g.step for g in gone if g.step >= 0})
     after = f" after step {' or '.join(map(str, steps))}" if steps else ""
     return f"{named_ranks([g.rank for g in gone])} of {world} {how}{after}"
@@ -186,10 +186,10 @@ class Departures:
         self._tell(list(gone.values()))
         states = {r: s for r, s in seen.items() if s is not None and r not in gone}
         states |= {r: s for r in gone if not gone[r].ended and (s := seen[r]) is not None}  # in mw.shutdown()
-        if self._goes_on:
-            gone = {r: g for r, g in gone.items() if not g.ended}
         if states:
             gone |= self.elsewhere()
+        if self._goes_on:
+            gone = {r: g for r, g in gone.items() if not g.ended}
         return diagnose(states, silent, gone, self._span.world)
 
     def _mark(self, rank: int, now: float) -> tuple[bytes, float]:

@@ -17,7 +17,8 @@ HEAD_LINES, TAIL_LINES = 4, 26  # what is shown of it
 # without a traceback
 TOLD_LOST = re.compile(rf"^{PeerLost.__module__}\.{PeerLost.__qualname__}: ", re.MULTILINE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # torch's own mark on an uncaught exception
+# torch's own mark on an uncaught exception, once for each time that it was initialized
+PREFIX = re.compile(r"^(?:\[rank\d+\]: ?)+", re.MULTILINE)
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 # Of an error in a step, which is not raised by a line of the model (`meshwright.runtime.source_lines`).
 PLACE = re.compile(r"^where: (?P<place>\S+:\d+)", re.MULTILINE)
@@ -30,6 +31,7 @@ SIGNAL_HINTS = {
     signal.SIGBUS: "often a full /dev/shm: fewer loader workers, or a bigger shared memory",
     signal.SIGTERM: "somebody asked it to stop, or another rank failed in a way that left no trace",
 }
+ABOVE = "its last words are above"  # where a rank was shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def explain(
     if not text:
         why = "it wrote nothing"
     elif seen:
-        why = "its last words are above"
+        why = ABOVE
     else:
         start = text.rfind("Traceback (most recent call last)")
         why = _shortened(text[start:] if start >= 0 and error else text).replace("\n", "\n         ")
@@ -135,15 +137,21 @@ def explain(
     return LaunchError(what, why=why, where=where, hint=hint)
 
 
-def ended_early(error: LaunchError, who: str, log: Path) -> LaunchError:
+def elsewhere(text: str, node: str) -> LaunchError:
+    """What the other machines say of the failure of a node. `text`: its report."""
+    there = text.replace(ABOVE, "its last words are on the terminal there")
+    return LaunchError(f"on node {node}: {there}" if text else f"node {node} failed")
+
+
+def ended_early(error: LaunchError, who: str, log: Path | None) -> LaunchError:
     """The error where those that failed only lost a peer, and `who` had ended before without an error. `log`: its
-    own."""
+    own; None where that is on another machine."""
     return LaunchError(
-        f"{who} while others had not come to the end",
+        f"{who} while others were still running",
         why=f"{error.what}\n         {error.why}",
-        where=f"log {log}",
-        hint="all ranks do as many steps, and end with mw.shutdown(), which waits for all: look for a sys.exit, a "
-        "return or a loop that is shorter there",
+        where=f"log {log}" if log is not None else "its log is on its own machine",
+        hint="all ranks must do the same number of steps, and end with mw.shutdown(), which waits for all: look for a "
+        "sys.exit, a return or a shorter loop there",
     )
 
 

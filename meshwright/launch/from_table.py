@@ -29,7 +29,7 @@ def with_table(
     for name, other in OPTIONS.items():
         if typed[name] is not None:
             raise LaunchError(
-                f"{other} beside {option}", why=f"{path} says it already", hint="leave one of them out"
+                f"{other} together with {option}", why=f"{path} has it already", hint="leave one of them out"
             )
     index = _own(table, option, typed["index"])
     _name_devices(table.server_list[index], option, environment, gpus)

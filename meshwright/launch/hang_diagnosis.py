@@ -43,7 +43,7 @@ class Finding:
 def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
     """Diagnose which rank hangs after all ranks have been idle for `seconds`. None if no rank waits for another, as a
     script may be busy with its own work. `now`: on the clock of the records."""
-    world = len(states)
+    world = max(states, default=-1) + 1  # of which some may have been lost before
     for_whom = {rank: _awaited(rank, states) for rank, state in states.items() if state.waits is not None}
     stopped = [rank for rank, state in states.items() if state.process == "stopped"]
     free = set(states) - set(for_whom)
@@ -74,8 +74,21 @@ def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding
     )
 
 
+def cut_off(states: Mapping[int, State], seconds: float) -> Finding | None:
+    """The ranks of this machine that wait, while nothing is heard of other machines, and the scheduler is away. None if
+    the script may be busy with its own work."""
+    running = {r: s for r, s in states.items() if s.seen and s.process == "running"}
+    waiting = [r for r, s in running.items() if s.waits or (s.seen and s.seen.doing not in (OWN_CODE, ENDED))]
+    if not waiting:
+        return None
+    verb = "waits" if len(waiting) == 1 else "wait"
+    what = f"{named_ranks(waiting)} {verb} for other machines, and the scheduler does not answer"
+    lines = waiting_lines(states, [r for r in waiting if states[r].waits])
+    return Finding(tuple(waiting), f"{what}: {_silence(seconds)}", tuple(lines))
+
+
 def _silence(seconds: float) -> str:
-    return f"nothing has moved for {seconds:.0f} s"
+    return f"no rank has made progress for {seconds:.0f} s"
 
 
 def _awaited(rank: int, states: Mapping[int, State]) -> set[int]:
@@ -132,10 +145,12 @@ def _doing(state: State, now: float) -> str:
     seen = state.seen
     how = {"stopped": "is stopped (SIGSTOP, or a debugger)", "gone": "has ended"}.get(state.process, "")
     if seen is None:
-        return how or "has not come to `import meshwright` yet"
+        return how or "has not reached `import meshwright` yet"
     last = next(reversed(seen.latest), None)
     text = f"{how}: {_within(seen)}" if how else f"{_within(seen)}, for {now - seen.since:.0f} s"
-    return text if last is None else f"{text}; its last was {_of(*seen.latest[last])}, {_which(*last)}"
+    if last is None:
+        return text
+    return f"{text}; its last collective was {_of(*seen.latest[last])}, {_which(*last)}"
 
 
 def _within(seen: Seen) -> str:
@@ -192,4 +207,4 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-__all__ = ["Finding", "State", "diagnose", "differ", "named_ranks", "waiting_lines"]
+__all__ = ["Finding", "State", "cut_off", "diagnose", "differ", "named_ranks", "waiting_lines"]

@@ -1,5 +1,5 @@
 """Watching for ranks that hang: when no rank's record moves for a while, the launcher says who hangs, where, and what
-the others wait for, and ends the attempt.
+the others wait for, and ends the attempt, or that rank alone where the others can go on without it.
 
 What counts as moving is any entry in any record (`meshwright.heartbeat`), and the processor's time of ranks that
 capture, plan or build, which take long without a word.
@@ -10,28 +10,36 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from meshwright.errors import LaunchError
+from meshwright.heartbeat import generation
 from meshwright.heartbeat.reader import computes, read
 from meshwright.heartbeat.record import ENDED, stack_signal
 from meshwright.launch import reaper
-from meshwright.launch.hang_diagnosis import Finding, State, diagnose, differ
+from meshwright.launch.hang_diagnosis import Finding, State, cut_off, diagnose, differ
+from meshwright.launch.hang_elsewhere import Elsewhere
 
 LOOK_SECONDS = 1.0  # between two looks, at most
+AWAY_SECONDS = 60.0  # without the scheduler, where no rank moves either
 STACK_SECONDS = 2.0  # how long a rank may take to write its stacks
 BUSY = 0.02  # the share of a processor's time that tells computing from idling
 FRAMES = 8  # what is shown of a stack
 FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 HINT = (
-    "--hang-after SECONDS waits longer, --hang-after 0 for ever; long work of the script's own says mw.alive() "
-    "now and then"
+    "--hang-after SECONDS waits longer, --hang-after 0 waits for ever; in long work of your own, call mw.alive() "
+    "from time to time"
+)
+AWAY_HINT = (
+    "look at the machine of the scheduler and the network between them; started again, the job goes on from its newest "
+    "checkpoint; --hang-after SECONDS waits longer"
 )
 
 
@@ -63,9 +71,21 @@ class Watch:
     """Watches `ranks` of an attempt within a ``with`` block. `found` is what it has ended the attempt for.
 
     `records`: the folder of the ranks' records. `logs`: where their stacks go. `run_id` is that of the attempt.
-    `seconds`: without a movement, 0 for ever."""
+    `seconds`: without a movement, 0 for ever. `elsewhere`: the other machines, if there are any. `goes_on`: the job
+    goes on without ranks that fail, so those that hang are ended alone; `hung` has them, and what was found."""
 
-    def __init__(self, records: Path, logs: Path, ranks: Sequence[int], seconds: float, run_id: str) -> None:
+    def __init__(
+        self,
+        records: Path,
+        logs: Path,
+        ranks: Sequence[int],
+        seconds: float,
+        run_id: str,
+        elsewhere: Elsewhere | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        self._elsewhere, self._goes_on = elsewhere, goes_on
+        self.hung: dict[int, str] = {}
         self.records, self.logs, self.ranks, self.seconds, self.run_id = records, logs, ranks, seconds, run_id
         self.found: LaunchError | None = None
         self._stop = threading.Event()
@@ -83,6 +103,8 @@ class Watch:
         self._stop.set()
         if self.seconds:
             self._thread.join()
+            if self._elsewhere is not None and all(self.ended(rank) for rank in self.ranks):
+                self._elsewhere.all_of(self._states(), time.monotonic())
 
     def _watch(self) -> None:
         last: list[bytes] = []
@@ -95,14 +117,45 @@ class Watch:
             least = BUSY * max(1.0, now - since)
             if marks != last or any(u - c >= least for u, c in zip(used, cpu, strict=True)):
                 last, cpu, since = marks, used, now
+                self.found = None  # the others go on
+                if self._elsewhere is not None:
+                    self._elsewhere.moves()
             elif now - since >= self.seconds:
-                finding = diagnose(self._states(), now - since, now)
-                if finding is not None:
+                states: Mapping[int, State] | None = self._states()
+                if self._elsewhere is not None:
+                    here, states = states, self._elsewhere.all_of(states, now)
+                    if states is None:
+                        if self._cut_off(self._elsewhere.away_seconds(now), here, now - since):
+                            return
+                        continue
+                finding = diagnose(states, now - since, now)
+                if finding is None:
+                    self._say(now - since)
+                    since = now
+                elif finding.ranks[0] in self.ranks or states[finding.ranks[0]].process == "gone":
+                    # else its own machine says so, which has its stack
                     self.found = self.explained(finding, HINT)
-                    reaper.sweep(self.run_id)
-                    return
-                self._say(now - since)
-                since = now
+                    if not self._goes_on:
+                        reaper.sweep(self.run_id)
+                        return
+                    self._end(finding)
+                    since = now
+
+    def _cut_off(self, away_seconds: float, here: Mapping[int, State], seconds: float) -> bool:
+        """Whether the attempt has been ended here, since neither other machines nor the scheduler are heard of."""
+        if away_seconds < min(self.seconds, AWAY_SECONDS) or (finding := cut_off(here, seconds)) is None:
+            return False
+        self.found = self.explained(finding, AWAY_HINT)
+        reaper.sweep(self.run_id)
+        return True
+
+    def _end(self, finding: Finding) -> None:
+        """End the ranks of a finding that are here."""
+        print(self.found, file=sys.stderr, flush=True)
+        for rank in set(finding.ranks).intersection(self.ranks):
+            self.hung[rank] = finding.what
+            with contextlib.suppress(OSError):
+                os.kill(self._pid(rank), signal.SIGKILL)
 
     def _mark(self, rank: int) -> bytes:
         with contextlib.suppress(OSError):
@@ -116,9 +169,13 @@ class Watch:
             return -1
 
     def _states(self) -> dict[int, State]:
+        """The ranks here that take part."""
+        now = generation.read(self.records) if self._goes_on else None
+        away = () if now is None else set(self.ranks).difference(now.ranks).union(now.ended)
         return {
             rank: State(read(self.records / f"rank{rank}"), process(self._pid(rank)).word)
             for rank in self.ranks
+            if rank not in away
         }
 
     def ended(self, rank: int) -> bool:

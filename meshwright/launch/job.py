@@ -27,10 +27,9 @@ class Job:
     time that a rank has to stop before it is killed; at most two seconds after the failure of another rank, since
     nothing that it waits for will come. `on_failure`: "restart" (all ranks, as often as `restarts`), "stop", or
     "continue": ranks that hold all of the model go on, and `restarts` counts lost ranks that are started again.
-    `hang_seconds`: time without any progress after which a hang is diagnosed, 0 for never; over several machines
-    nobody looks. `nodes`: the machines, None for this one alone; `counts`: the ranks of each, where that is known.
-    `bind`: ``numa``, ``cores`` or a map of cores as JSON. `tail`: the rank that is shown, by default the first of this
-    machine.
+    `hang_seconds`: time without any progress after which a hang is diagnosed, 0 for never. `nodes`: the machines, None
+    for this one alone; `counts`: the ranks of each, where that is known. `bind`: ``numa``, ``cores`` or a map of cores
+    as JSON. `tail`: the rank that is shown, by default the first of this machine.
     """
 
     nproc: int
@@ -63,7 +62,7 @@ def check(job: Job) -> Job:
     if not isinstance(job, Job):
         raise LaunchError(
             f"the job is {a_type(job)}",
-            why="it says what is started, and how often",
+            why="a mw.Job says what is started, and how often",
             hint='mw.launch(mw.Job(4, "train.py"))',
         )
     _check_count(job.nproc, "--nproc", least=1, unit="ranks", hint="meshwright run --nproc 4 train.py")
@@ -79,20 +78,14 @@ def check(job: Job) -> Job:
     if job.on_failure not in ON_FAILURE:
         raise LaunchError(
             f"--on-failure is {job.on_failure!r}",
-            why=f"it is one of {', '.join(ON_FAILURE)}",
+            why=f"it must be one of {', '.join(ON_FAILURE)}",
             hint=did_you_mean(str(job.on_failure), ON_FAILURE) or "--on-failure continue",
         )
     if job.on_failure == "stop" and job.restarts:
         raise LaunchError(
-            f"--on-failure stop beside --max-restarts {job.restarts}",
+            f"--on-failure stop together with --max-restarts {job.restarts}",
             why="a job that stops at its first failure restarts nothing",
             hint="leave one of them out",
-        )
-    if job.on_failure == "continue" and job.nodes is not None:
-        raise LaunchError(
-            "--on-failure continue on several machines",
-            why="the ranks of one machine can go on without one another, those of several cannot yet",
-            hint="--on-failure restart with --max-restarts, and mw.Autosave in the script",
         )
     every = (
         (job.poll_seconds, "--monitor-interval"),
@@ -101,16 +94,18 @@ def check(job: Job) -> Job:
     )
     for seconds, option in every:
         if not is_number(seconds):
-            raise LaunchError(f"{option} is {seconds!r}", why="it is a time in seconds", hint=f"{option} 60")
+            raise LaunchError(
+                f"{option} is {seconds!r}", why="it must be a time in seconds", hint=f"{option} 60"
+            )
     for seconds, option in every[:2]:
         if not 0 < seconds <= 3600:
             raise LaunchError(
-                f"{option} is {seconds:g} seconds", why="it is a time: more than 0, at most an hour"
+                f"{option} is {seconds:g} seconds", why="it must be more than 0, and at most an hour"
             )
     if not (job.hang_seconds == 0 or 1 <= job.hang_seconds <= 86400):
         raise LaunchError(
             f"--hang-after is {job.hang_seconds:g} seconds",
-            why="it is a time, from a second to a day",
+            why="it must be a time, from a second to a day",
             hint="--hang-after 0 never looks who hangs",
         )
     job = _with_words(job)
@@ -135,7 +130,7 @@ def count(text: str | int, option: str) -> int:
         return int(text)
     except ValueError:
         raise LaunchError(
-            f"{option} is {text!r}", why="it counts processes: a whole number", hint=f"{option} 4"
+            f"{option} is {text!r}", why="it must be a whole number of processes", hint=f"{option} 4"
         ) from None
 
 
@@ -145,7 +140,7 @@ def duration(text: str | float, option: str) -> float:
         return float(text)
     except ValueError:
         raise LaunchError(
-            f"{option} is {text!r}", why="it is a time in seconds: a number", hint=f"{option} 60"
+            f"{option} is {text!r}", why="it must be a number of seconds", hint=f"{option} 60"
         ) from None
 
 
@@ -166,12 +161,16 @@ def _with_words(job: Job) -> Job:
     words = [str(job.target), *job.args] if isinstance(job.args, tuple | list) else None
     if words is None or not all(isinstance(word, str) for word in words):
         raise LaunchError(
-            f"args={job.args!r:.80} are no words for the script",
-            why=f"it is {a_type(job.args)}" if words is None else "one of them is no text",
+            f"args={job.args!r:.80} are not arguments for the script",
+            why=f"it is {a_type(job.args)}" if words is None else "one of them is not a string",
             hint=hint,
         )
     if wrong := [word for word in words if "\0" in word]:
-        raise LaunchError(f"{wrong[0]!r:.80} has a NUL", why="no word of a command may have one", hint=hint)
+        raise LaunchError(
+            f"{wrong[0]!r:.80} contains a NUL character",
+            why="no argument of a command may have one",
+            hint=hint,
+        )
     if not job.module:
         path_from(job.target, f"target={job.target!r:.80}", LaunchError, hint)
     if job.log_dir is not None:

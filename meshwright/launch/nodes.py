@@ -13,11 +13,13 @@ from typing import Any
 
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import LaunchError
+from meshwright.launchers.interfaces import resolve
 from meshwright.scheduler.link import at
 from meshwright.scheduler.trust import find_secret
 
 PORT = 8118  # of the scheduler, where none is named: that of the reference system
 WAIT_SECONDS = 600.0  # until all nodes are there
+SILENT_SECONDS = 30.0  # for which a machine may be silent
 LAST_CALL_SECONDS = 30.0  # for more nodes than there have to be: that of torch
 BRACKETED = re.compile(r"\[(?P<host>[^\]]*)\](:(?P<port>.*))?")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -29,7 +31,8 @@ class Nodes:
     `index` (-1: any place), called `id`. The scheduler is at `host` and `port`. `secret`: a file; without one, and none
     in the environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever.
     `last_call_seconds`: so long the start waits for more nodes than `count`. `stops_alone`: a signal to this one does
-    not end the job, which waits for it to come again, as often as it may restart."""
+    not end the job, which waits for it to come again, as often as it may restart. `silent_seconds`: after which one
+    is lost, to a scheduler that machine 0 starts."""
 
     count: int
     host: str
@@ -44,6 +47,7 @@ class Nodes:
     stops_alone: bool = False
     most: int = 0
     last_call_seconds: float = LAST_CALL_SECONDS
+    silent_seconds: float = SILENT_SECONDS
 
     @property
     def master(self) -> str:
@@ -70,7 +74,7 @@ def port_number(text: str | int, option: str) -> int:
     """A port that a user typed."""
     number = int(text) if str(text).isdecimal() else -1
     if not 1024 <= number <= 65535:
-        raise LaunchError(f"{option}: {text!r} is no port", why="a port is a number from 1024 to 65535")
+        raise LaunchError(f"{option}: {text!r} is not a port", why="a port is a number from 1024 to 65535")
     return number
 
 
@@ -79,7 +83,7 @@ def ranks_of_nodes(text: str, option: str = "--nproc") -> tuple[int, ...]:
     words = text.split(",")
     if not all(re.fullmatch(r"\s*[+-]?\d+\s*", word) for word in words):
         raise LaunchError(
-            f"{option} is {text!r}", why="it counts processes: a whole number", hint=f"{option} 4"
+            f"{option} is {text!r}", why="it must be a whole number of processes", hint=f"{option} 4"
         )
     return tuple(map(int, words))
 
@@ -95,7 +99,7 @@ def nproc_of(counts: Sequence[int], nodes: Nodes) -> Nodes:
         if nodes.index < 0:
             raise LaunchError(
                 "--nproc says how many ranks each node has",
-                why="but not which one this is",
+                why="without --node-rank, the place of this node in the list is not known",
                 hint="--node-rank",
             )
         if nodes.world not in (0, sum(counts)):
@@ -139,7 +143,9 @@ def placed(
     if not several:
         if len(counts) > 1:
             raise LaunchError(
-                f"--nproc is {nproc!r}", why="this is one machine", hint="--nnodes, --node-rank, --master"
+                f"--nproc is {nproc!r}",
+                why="a list is for several machines",
+                hint="--nnodes, --node-rank, --master",
             )
         return None, counts or (1,)
     least, most = nodes_of(several.get("--nnodes", "0"))
@@ -157,7 +163,7 @@ def placed(
     if not at:
         raise LaunchError(
             f"{next(iter(several))} is for several machines",
-            why="where do they meet?",
+            why="the machines need a place to meet",
             hint="--master HOST:PORT",
         )
     host, port = master(at)
@@ -182,7 +188,9 @@ def nodes_of(text: str) -> tuple[int, int]:
     found = whole(least, "--nnodes"), whole(most if colon else least, "--nnodes")
     if colon and not 1 <= found[0] <= found[1]:
         raise LaunchError(
-            f"--nnodes is {text!r}", why="it is the least and the greatest number", hint="--nnodes 2:4"
+            f"--nnodes is {text!r}",
+            why="it must be the least and the greatest number of nodes",
+            hint="--nnodes 2:4",
         )
     return found
 
@@ -192,9 +200,9 @@ def _check_elastic(several: Mapping[str, str], counts: Sequence[int], least: int
     wrong = "--world-size" if "--world-size" in several else "--nproc of each node" if len(counts) > 1 else ""
     if wrong:
         raise LaunchError(
-            f"--nnodes {least}:{most} beside {wrong}",
+            f"--nnodes {least}:{most} together with {wrong}",
             why="the number of ranks follows from the nodes that are there",
-            hint="--nproc of this node alone",
+            hint="--nproc for this node only",
         )
 
 
@@ -203,7 +211,9 @@ def whole(text: str, option: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{option} is {text!r}", why="it is a whole number", hint=f"{option} 2") from None
+        raise LaunchError(
+            f"{option} is {text!r}", why="it must be a whole number", hint=f"{option} 2"
+        ) from None
 
 
 def check_nodes(nodes: Nodes, nproc: int) -> Nodes:
@@ -211,17 +221,24 @@ def check_nodes(nodes: Nodes, nproc: int) -> Nodes:
     whole = ((nodes.count, "--nnodes", 0), (nodes.world, "--world-size", 0), (nodes.index, "--node-rank", -1))
     for number, option, least in whole:
         if not is_whole(number) or number < least:
-            raise LaunchError(f"{option} is {number!r}", why=f"it is a whole number, at least {least}")
+            raise LaunchError(f"{option} is {number!r}", why=f"it must be a whole number, at least {least}")
     if not nodes.count and not nodes.world:
         raise LaunchError(
-            "how many nodes?", why="neither --nnodes nor --world-size says it", hint="--nnodes 2"
+            "the number of nodes is not known",
+            why="neither --nnodes nor --world-size says it",
+            hint="--nnodes 2",
         )
     most = max(nodes.count, nodes.most)
     if most and nodes.index >= most:
         raise LaunchError(f"--node-rank is {nodes.index}", why=f"{most} nodes count from 0 to {most - 1}")
     if not 0 <= nodes.last_call_seconds <= 86400:
         raise LaunchError(
-            f"--last-call is {nodes.last_call_seconds:g} seconds", why="it is a time, at most a day"
+            f"--last-call is {nodes.last_call_seconds:g} seconds", why="it must be a time, at most a day"
+        )
+    if not 1 <= nodes.silent_seconds <= 86400:
+        raise LaunchError(
+            f"--node-time-out is {nodes.silent_seconds:g} seconds",
+            why="it is a time from a second to a day",
         )
     least = nproc + max(0, nodes.count - 1)
     if nodes.world and nodes.world < least:
@@ -230,13 +247,15 @@ def check_nodes(nodes: Nodes, nproc: int) -> Nodes:
             why=f"this node alone has {nproc} ranks, and each other at least one",
         )
     if nodes.id and NAME.fullmatch(nodes.id) is None:
-        raise LaunchError(f"--node-id is {nodes.id!r:.140}", why="it has letters, digits and . _ : - alone")
+        raise LaunchError(
+            f"--node-id is {nodes.id!r:.140}", why="only letters, digits and . _ : - are allowed"
+        )
     if nodes.wait_seconds != nodes.wait_seconds or 0 <= nodes.wait_seconds < 1:
         raise LaunchError(
             f"--cluster-time-out is {nodes.wait_seconds:g} seconds",
-            why="it is at least 1, or negative for ever",
+            why="it must be at least 1, or negative to wait for ever",
         )
-    resolve(nodes.host, nodes.port)
+    resolve(nodes.host, nodes.port, "--master")
     return nodes if nodes.id else replace(nodes, id=_own_id(nodes))
 
 
@@ -246,29 +265,23 @@ def _own_id(nodes: Nodes) -> str:
     return f"node{nodes.index}" if nodes.index >= 0 else f"{socket.gethostname()}-{os.getpid()}"
 
 
-def resolve(host: str, port: int) -> list[tuple[int, str]]:
-    """The families and addresses of a host. Raises LaunchError for one that is unknown."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        hint = "a name that resolves on every node (DNS, /etc/hosts), or an address"
-        raise LaunchError(f"the host {host} is unknown", why=f"--master: {why}", hint=hint) from None
-    return [(family, str(address[0])) for family, _, _, _, address in found]
-
-
 def is_here(host: str, port: int) -> bool:
     """Return whether a host is this machine."""
-    for family, address in resolve(host, port):
+    for family, address in resolve(host, port, "--master"):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
             return True
     return False
 
 
+def has_scheduler(nodes: Nodes) -> bool:
+    """Return whether the scheduler belongs on this machine: it is number 0, or has no number and the address."""
+    return nodes.index == 0 or (nodes.index < 0 and is_here(nodes.host, nodes.port))
+
+
 def trusted(nodes: Nodes) -> str:
     """The secret of the job; empty where the user has said that there is none. Raises LaunchError without either."""
-    secret = find_secret(nodes.secret, make=nodes.index == 0)
+    secret = find_secret(nodes.secret, make=has_scheduler(nodes))
     if not secret and not nodes.insecure:
         raise LaunchError(
             "several machines, and no secret",
@@ -277,7 +290,9 @@ def trusted(nodes: Nodes) -> str:
             "that nobody else reaches: --insecure",
         )
     if secret and nodes.insecure:
-        raise LaunchError("--insecure, and a secret", why="which of both?", hint="leave one of them out")
+        raise LaunchError(
+            "--insecure together with a secret", why="they exclude each other", hint="leave one of them out"
+        )
     return secret
 
 
@@ -309,6 +324,5 @@ __all__ = [
     "nproc_of",
     "placed",
     "ranks_of_nodes",
-    "resolve",
     "trusted",
 ]

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.heartbeat import RAISED
@@ -63,9 +63,11 @@ class Ranks:
         """The ranks that have ended without an error."""
         return [rank for rank, p in self._processes.items() if p.poll() == 0 and not self.raised(rank)]
 
-    def failed(self) -> bool:
-        """Return whether a rank has ended with an error, or is about to."""
-        return any(p.poll() or self.raised(rank) for rank, p in self._processes.items())
+    def failed(self, besides: Collection[int] = ()) -> bool:
+        """Return whether a rank has ended with an error, or is about to, `besides` some."""
+        return any(
+            p.poll() or self.raised(rank) for rank, p in self._processes.items() if rank not in besides
+        )
 
     def stop(self, number: int, seconds: float, now: Callable[[], bool] = lambda: False) -> None:
         """Ask all that run to stop, and kill those that have not within a time, or as soon as `now` is true. A rank

@@ -23,8 +23,9 @@ import msgspec
 
 from meshwright.errors import LaunchError
 from meshwright.launch.bootstrap import die_with
-from meshwright.launch.nodes import from_environment, master, resolve
+from meshwright.launch.nodes import from_environment, master
 from meshwright.launch.port import Stores
+from meshwright.launchers.interfaces import resolve
 from meshwright.scheduler.members import NODE_SECONDS, Members
 from meshwright.scheduler.server import Server
 from meshwright.scheduler.state import Kept
@@ -52,16 +53,17 @@ def settings(environment: Mapping[str, str], *, listen: str | None, **more: Any)
     """The settings as typed. `more`: fields of `Settings`. Raises LaunchError for what cannot be."""
     told, _ = from_environment(environment)
     if not (listen or told):
-        raise LaunchError("where shall the scheduler listen?", hint="--listen HOST:PORT")
+        raise LaunchError("the scheduler needs an address to listen at", hint="--listen HOST:PORT")
     host, port = master(listen or told, "--listen" if listen else "MESHWRIGHT_MASTER")
     for name, option in (("nodes", "--nnodes"), ("world", "--world-size"), ("restarts", "--max-restarts")):
         if more[name] < 0:
-            raise LaunchError(f"{option} is {more[name]}", why="it is at least 0")
+            raise LaunchError(f"{option} is {more[name]}", why="it must be at least 0")
     if not 1 <= more["node_seconds"] <= 86400:
         raise LaunchError(
-            f"--node-time-out is {more['node_seconds']:g} seconds", why="it is a time from a second to a day"
+            f"--node-time-out is {more['node_seconds']:g} seconds",
+            why="it must be a time from a second to a day",
         )
-    resolve(host, port)
+    resolve(host, port, "--listen")
     return Settings(host, port, **more)
 
 
@@ -123,7 +125,9 @@ def _make(folder: Path) -> None:
 def _cannot_listen(settings: Settings, error: OSError) -> LaunchError:
     where = f"{settings.host} port {settings.port}"
     if isinstance(error, socket.gaierror):
-        return LaunchError(f"the host {settings.host} is unknown", why=str(error.strerror), hint="--master")
+        return LaunchError(
+            f"the host {settings.host} is unknown", why=str(error.strerror), hint="--master (MS_SCHED_HOST)"
+        )
     hints = {
         errno.EADDRINUSE: "another port in --master (MS_SCHED_PORT), or end what listens there",
         errno.EADDRNOTAVAIL: "node 0, or the scheduler, runs on the machine that --master (MS_SCHED_HOST) names",

@@ -16,7 +16,8 @@ import torch
 
 from meshwright.launch.bootstrap import die_with
 from meshwright.servers.journal import Journal
-from meshwright.servers.meeting import Meeting, meeting
+from meshwright.servers.meeting import meeting
+from meshwright.servers.places import Meeting
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 
@@ -26,10 +27,14 @@ def load_optimizers() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
-def serving_of(met: Meeting, number: int, state: Path | None, replicas: int = 0) -> Serving:
-    """A server at its socket, with what it had when it was killed."""
+def serving_of(
+    met: Meeting, number: int, state: Path | None, replicas: int = 0, *, fresh: bool = False
+) -> Serving:
+    """A server at its socket, with what it had when it was killed. `fresh`: it had no values."""
     journal = None if state is None else Journal(state / str(number), number)
-    lost = (journal is None or journal.fresh) and met.been(number)
+    # a folder may have what a server had before another machine took it over
+    old = journal is None or journal.fresh or (replicas > 0 and met.moved(number))
+    lost = old and met.been(number) and not fresh
     server = journal.server() if journal is not None and not lost else Server(number, lost=lost)
     return Serving(server, met, journal, replicas)
 

@@ -11,18 +11,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshwright.errors import LaunchError, path_from
-from meshwright.launch.nodes import Nodes, trusted
+from meshwright.errors import LaunchError, ServerError, path_from
+from meshwright.launch.nodes import Nodes, master, trusted
+from meshwright.launchers.dynamic_cluster import SERVER_COUNT
+from meshwright.launchers.interfaces import resolve
 from meshwright.scheduler.client import FILE, Place
 from meshwright.scheduler.trust import SECRET, Trust
-from meshwright.servers.meeting import FOLDER, JOINS, LAUNCHER, MACHINES, PREFIX, Meeting, meeting, running
+from meshwright.servers.in_folder import the_job
+from meshwright.servers.meeting import meeting, meeting_by_hand
+from meshwright.servers.places import FOLDER, JOINS, LAUNCHER, MACHINES, PREFIX, Meeting
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
 SPARE, NEWEST = "spare", "newest"
+ATTEMPT = "attempt"  # the file with the number of the newest attempt, and the names of its machines
 MOST_SERVERS = 64  # of which each has a block of every table
 
 
@@ -37,6 +42,7 @@ class Servers:
         self._meeting: Meeting = meeting(folder)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lost: set[int] = set()
+        self._attempt = ""  # the machines of the newest one, as `machines_of` wrote them
         # of one machine the ranks may ask at once; of several, a scheduler has to be there
         self._numbers = None if node else self._meeting.begin(count, node)
         # one that has loaded everything: a killed server is back in a moment
@@ -76,16 +82,31 @@ class Servers:
         while not self._ending.wait(POLL_SECONDS):
             with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
                 self._restart()
-                if time.monotonic() > asked + ASK_SECONDS:
+                if self._machines_change() or time.monotonic() > asked + ASK_SECONDS:
                     asked = time.monotonic()
-                    self._start_more()
+                    self._run_mine()
         self._meeting.close()
 
-    def _start_more(self) -> None:
-        """Start the servers that `ServerStep.use_servers` asks for."""
-        for number in self._meeting.more(MOST_SERVERS):
-            if number not in self.processes and self._meeting.starts(number):
+    def _machines_change(self) -> bool:
+        """Return whether an attempt has begun, perhaps without machines whose servers have a copy on others."""
+        path = self.folder / ATTEMPT
+        if not self._replicas or not path.exists() or (text := path.read_text()) == self._attempt:
+            return False
+        self._meeting.take_over(text.splitlines()[1:])
+        self._attempt = text
+        return True
+
+    def _run_mine(self) -> None:
+        """Start the servers that `ServerStep.use_servers` asks for, and those of machines that are lost; end those that
+        another machine has now."""
+        for number, here in self._meeting.runs(MOST_SERVERS).items():
+            if here and number not in self.processes:
                 self.processes[number] = self._start(number)
+            elif not here and number in self.processes:
+                process = self.processes.pop(number)
+                process.kill()
+                process.wait()
+                self._lost.discard(number)
 
     def _restart(self) -> None:
         """Start servers again that were killed, or let workers know that their values are lost."""
@@ -115,13 +136,28 @@ class Servers:
                 process.stdin.close()
 
 
+def machines_of(attempt: int, nodes: Sequence[str]) -> None:
+    """Note the machines of an attempt for the servers of this one, if it has any."""
+    folder = os.environ.get(FOLDER)
+    if folder is not None and nodes and JOINS not in os.environ:
+        part = Path(folder) / f"{ATTEMPT}.part"
+        part.write_text("\n".join((str(attempt), *nodes)))
+        part.rename(Path(folder) / ATTEMPT)
+
+
 @contextlib.contextmanager
 def started(
     count: int | None, state: Path | None, nodes: Nodes | None = None, replicas: int = 0
 ) -> Iterator[None]:
     """Servers of this machine within the block; ranks find them, and those of other machines, by the environment.
-    `count`: None for a job without servers. `replicas`: how many other servers have a copy of each. Raises LaunchError.
+    `count`: None for a job without servers, or with those that MS_SERVER_NUM counts. `replicas`: how many other servers
+    have a copy of each. Raises LaunchError.
     """
+    if count is None and nodes is not None and (by_hand := servers_by_hand()):
+        place = Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates))
+        with _environment({FOLDER: str(meeting_by_hand(place, by_hand))}):
+            yield
+        return
     if count is None or (not count and nodes is None):
         yield
         return
@@ -143,37 +179,82 @@ def started(
             raise LaunchError(
                 f"cannot write to {state}", why=error.strerror or str(error), hint=hint
             ) from None
+        if nodes is None:  # else this may be a machine that comes back to its job
+            check_unused(state)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can open it
     (folder / LAUNCHER).write_text(str(os.getpid()))
     if nodes is not None:
         Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
         (folder / MACHINES).write_text(str(nodes.count))
-    before = os.environ.get(FOLDER)
     servers = Servers(count, folder, state, "" if nodes is None else nodes.id, replicas)
-    os.environ[FOLDER] = str(folder)
     try:
-        yield
+        with _environment({FOLDER: str(folder)}):
+            yield
     finally:
         servers.end()
         shutil.rmtree(folder, ignore_errors=True)
-        if before is None:
-            del os.environ[FOLDER]
-        else:
-            os.environ[FOLDER] = before
+
+
+def check_unused(state: Path) -> None:
+    """Raise LaunchError for a folder in which the servers of an earlier job have written."""
+    written = [*state.glob("*/*.log"), *state.glob("*/*.safetensors")]
+    if written:
+        last = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in written)))
+        raise LaunchError(
+            f"--server-state {state} has the values of another job, last written at {last}",
+            why="servers go on from this folder as long as their launcher runs; no later job can",
+            hint="delete the folder, or name another one; a new job resumes from a checkpoint: step.save and "
+            "step.resume in the script",
+        )
 
 
 @contextlib.contextmanager
-def added(job: str) -> Iterator[None]:
-    """Within the block, ranks are more workers of a job that runs; `job`: the folder of its servers, or ``newest``.
-    Raises LaunchError."""
-    found = [Path(job)] if job != NEWEST else running()
-    if not found or not (found[0] / LAUNCHER).exists():
-        raise LaunchError(
-            f"--add-to {job}",
-            why="no job with parameter servers runs there",
-            hint="--add-to newest, or the folder in MESHWRIGHT_SERVERS of its workers",
+def added(
+    job: str,
+    place: int | None = None,
+    secret: Path | None = None,
+    certificates: Path | None = None,
+    *,
+    insecure: bool = False,
+) -> Iterator[None]:
+    """Within the block, ranks are more workers of a job that runs; `job`: the folder of its servers, ``newest``, or
+    ``HOST:PORT`` of its scheduler, which is trusted by the rest. `place`: the number of the first of these ranks, None
+    for any that no other has. Raises LaunchError."""
+    if ":" in job and "/" not in job:
+        at = folder_of(job, secret, certificates, insecure=insecure)
+    else:
+        hint = (
+            "--add-to newest, the folder in MESHWRIGHT_SERVERS of its workers, or HOST:PORT of its scheduler"
         )
-    names = {FOLDER: str(found[0]), JOINS: "1"}
+        try:
+            at = the_job(None if job == NEWEST else Path(job), f"--add-to {job}", hint)
+        except ServerError as error:
+            raise LaunchError(error.what, why=error.why, hint=error.hint) from None
+    with _environment({FOLDER: str(at), JOINS: "any" if place is None else str(place)}):
+        yield
+
+
+def folder_of(scheduler: str, secret: Path | None, certificates: Path | None, *, insecure: bool) -> Path:
+    """A folder by which processes of this machine find the servers of a job: at ``HOST:PORT`` is its scheduler. With
+    MS_SERVER_NUM, as many servers are waited for. Raises LaunchError."""
+    host, port = master(scheduler, "--add-to")
+    resolve(host, port, "--add-to")
+    nodes = Nodes(1, host, port, secret=secret, insecure=insecure, certificates=certificates)
+    place = Place(host, port, Trust(trusted(nodes), certificates))
+    return meeting_by_hand(place, servers_by_hand())
+
+
+def servers_by_hand() -> int:
+    """How many servers of a job no launcher starts, as the environment says; 0 if it does not."""
+    text = os.environ.get(SERVER_COUNT, "0")
+    if not text.isdecimal():
+        raise LaunchError(f"{SERVER_COUNT} is {text!r:.40}", why="it is a whole number, at least 0")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _environment(names: dict[str, str]) -> Iterator[None]:
+    """Variables within the block."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:
@@ -186,4 +267,4 @@ def added(job: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-__all__ = ["Servers", "added", "started"]
+__all__ = ["Servers", "added", "folder_of", "machines_of", "started"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import LOOPBACK
 from meshwright.launchers.interfaces import loopback
+from meshwright.scheduler.messages import RankState, Standing
+from meshwright.scheduler.survival import Budget, Survival
 from meshwright.scheduler.trust import Trust
 
 
@@ -14,7 +19,8 @@ from meshwright.scheduler.trust import Trust
 class Span:
     """Ranks `first` to `first + nproc - 1` of `world`, on machine `place` of `places`. `attempt` counts from 0.
     `master`: where scripts meet that know torch alone; None: this attempt makes a store on the loopback address.
-    `interface`: the network through which the other machines are reached. `address`: by which they reach this one."""
+    `interface`: the network through which the other machines are reached. `address`: by which they reach this one.
+    `nodes`: the names of all machines, in order; empty for one alone."""
 
     nproc: int
     world: int
@@ -25,6 +31,7 @@ class Span:
     master: int | None = None
     interface: str = ""
     address: str = ""
+    nodes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> range:
@@ -49,19 +56,13 @@ class Span:
         }
 
 
-@dataclass
-class Budget:
-    """How often something that failed may be started again: a rank alone, or all of them."""
-
-    left: int
-
-
 class Alone:
     """One machine: nobody else to wait for. `Member` (`membership.py`) is the same for one of several."""
 
     def __init__(self, nproc: int, restarts: int) -> None:
         self._nproc, self.budget, self.trust, self.place = nproc, Budget(restarts), Trust(), None
-        self._attempt = -1
+        self.job = uuid.uuid4().hex
+        self._attempt, self._survival = -1, Survival.of(nproc)
 
     def __enter__(self) -> Alone:
         return self
@@ -71,7 +72,7 @@ class Alone:
 
     def begin(self) -> Span:
         """The ranks of this machine in the next attempt."""
-        self._attempt += 1
+        self._attempt, self._survival = self._attempt + 1, Survival.of(self._nproc)
         return Span(self._nproc, self._nproc, self._attempt, interface=loopback())
 
     def over(self) -> bool:
@@ -81,6 +82,24 @@ class Alone:
     def grows(self) -> bool:
         """Return whether the attempt has ended for another machine to take part."""
         return False
+
+    @property
+    def standing(self) -> Standing:
+        """Who takes part, where the job goes on without ranks that fail."""
+        return self._survival.standing()
+
+    def hear(self, states: Iterable[RankState]) -> Standing:
+        """Who takes part, with what is known of the ranks now."""
+        self._survival.hear(states, self.budget)
+        return self.standing
+
+    def undecided(self) -> bool:
+        """Return whether it is not known yet how the job goes on."""
+        return False
+
+    def pause(self, seconds: float) -> None:
+        """Wait for a time, or until there is something new."""
+        time.sleep(seconds)
 
     def stopped(self, status: int) -> None:
         """Tell the others that the job has been asked to stop."""
@@ -92,4 +111,4 @@ class Alone:
         return outcome, again
 
 
-__all__ = ["Alone", "Budget", "Span"]
+__all__ = ["Alone", "Span"]

@@ -1,109 +1,130 @@
-"""A job that goes on without the ranks that failed: who takes part now, and who is started again.
+"""The ranks of this machine in a job that goes on without those that fail: what is known of them, and what becomes of
+them.
 
-See `meshwright.heartbeat.generation` for the file that ranks read, and `meshwright.train.survive` for what they do.
+`meshwright.scheduler.survival` has the rules, `meshwright.heartbeat.generation` the file that ranks read, and
+`meshwright.train.survive` what they do.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from meshwright.errors import LaunchError
+import msgspec
+
 from meshwright.heartbeat import RAISED, generation
 from meshwright.heartbeat.generation import GOES_ON, JOINED, READY, RESTARTS, Generation
 from meshwright.launch import failure
 from meshwright.launch.failure import RankEnd
 from meshwright.launch.ranks import Ranks
-from meshwright.launch.span import Budget
+from meshwright.scheduler.messages import RankState, Standing
 
-NO_STEP = "has not come to an mw.train_step that can go on without a rank"
+
+class Decides(Protocol):
+    """Who decides which ranks take part: `Alone`, or the scheduler (`Member`)."""
+
+    @property
+    def standing(self) -> Standing:
+        """Who takes part when the attempt begins."""
+        ...
+
+    def hear(self, states: Iterable[RankState]) -> Standing:
+        """Who takes part now. `states`: of the ranks of this machine."""
+        ...
 
 
 class Survivors:
-    """The ranks of an attempt that go on without one another.
+    """`numbers`: the ranks of this machine, of `world`. `folder`: in which they say what they can. `hung`: those that
+    were ended since they hang, and what was found."""
 
-    A rank that is started again *comes*: it says READY when it could take part, is in the next generation, and says
-    JOINED when it has the state. Until then it is no help to anybody."""
-
-    def __init__(self, folder: Path, ranks: Ranks, count: int, budget: Budget) -> None:
-        self.folder, self.ranks, self.budget, self.count = folder, ranks, budget, count
-        self.now = Generation(0, tuple(range(count)))
-        self.survived: set[int] = set()  # ranks whose end is made up for
-        self._coming: set[int] = set()
-        self._ended: set[int] = set()  # with exit code 0
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        numbers: Sequence[int],
+        world: int,
+        decides: Decides,
+        hung: MutableMapping[int, str] | None = None,
+    ) -> None:
+        self.folder, self.ranks, self.numbers, self.world = folder, ranks, numbers, world
+        self._decides, standing = decides, decides.standing
+        self._hung = {} if hung is None else hung
+        self.now = _generation(standing)
+        self.lost: set[int] = set(standing.lost) & set(numbers)  # ranks whose end is made up for
+        self._said = standing.said
+        self._lives = {rank: standing.lives.get(rank, 0) for rank in numbers}
+        self._ends: dict[int, RankState] = {}  # of ranks that have ended
+        self._left: set[int] = set()  # ranks that are not started again
+        self._logs: dict[int, Path] = {}  # of ranks that have failed, until it is said where they are
+        self.said_where = False  # so the logs are to be kept
         generation.write(folder, self.now)
 
     def over(self) -> bool:
         """Look at the ranks; return whether the attempt is over: nobody with the state of the job is left."""
-        joined = {rank for rank in self._coming if self._said(rank, JOINED)}
-        self._coming -= joined
-        self.survived -= joined  # if it is lost once more, that is another loss
-        running = set(self.ranks.running())
-        failed = {e.rank: e for e in self.ranks.failures()}
-        ends = {
-            rank: end for rank, end in failed.items() if rank not in self.survived or rank in self._coming
-        }
-        # who raised is on its way out, which may take long
-        lost = [rank for rank in ends if rank not in running or self.ranks.raised(rank)]
-        self._ended |= {r for r in self.now.ranks if r not in running and r not in failed}
-        left = tuple(r for r in self.now.ranks if r not in lost and r not in self._ended)
-        able = [rank for rank in left if rank not in self._coming]
-        if not able:
-            return True
-        if any(rank not in self._coming for rank in lost) and not self._may_go_on(able, ends[lost[0]]):
-            return True
-        again = [rank for rank in lost if self._survive(rank, ends[rank])]
-        ready = [rank for rank in self._coming & running if rank not in left and self._said(rank, READY)]
-        if left != self.now.ranks or ready:
-            for rank in ready:
-                self._forget(rank, READY, RAISED)
-            # who comes stands last: rank 0 keeps what it has of rank 0
-            self.now = Generation(self.now.number + 1, (*left, *ready), tuple(sorted(self._ended)))
+        standing = self._decides.hear(self._states())
+        for line in standing.news[len(standing.news) - max(0, standing.said - self._said) :]:
+            print(line, file=sys.stderr, flush=True)
+        self._said = max(self._said, standing.said)
+        self.lost = set(standing.lost) & set(self.numbers)
+        for rank in self.lost - set(standing.coming) - self._left:
+            self._left.add(rank)
+            self._say_where(rank)
+            self._end(rank)
+        again = [rank for rank in self.numbers if standing.lives.get(rank, 0) > self._lives[rank]]
+        for rank in again:
+            self._say_where(rank)
+            self._end(rank)
+        if standing.number > self.now.number:
+            self.now = _generation(standing)
             generation.write(self.folder, self.now)
         for rank in again:  # which shall not find itself in the generation that it was lost in
-            self._coming.add(rank)
+            self._lives[rank] = standing.lives[rank]
+            self._ends.pop(rank, None)
             self.ranks.start_again(rank)
-        return False
+        return standing.over
 
-    def _may_go_on(self, able: list[int], end: RankEnd) -> bool:
-        """Whether the ranks that are left can go on; else say why not."""
-        unable = next((rank for rank in able if not self._said(rank, GOES_ON)), None)
-        if unable is None:
-            return True
-        path = self.folder / f"rank{unable}{RESTARTS}"
-        reason = path.read_text("utf-8") if path.exists() else f"rank {unable} {NO_STEP}"
-        then = (
-            "all start again, from the checkpoint" if self.budget.left else "--max-restarts starts none again"
-        )
-        print(f"{self._named(end)}: the others cannot go on without it; {then}", file=sys.stderr)
-        print(f"why: {reason}", file=sys.stderr, flush=True)
-        return False
+    def _states(self) -> list[RankState]:
+        running, failed = set(self.ranks.running()), {e.rank: e for e in self.ranks.failures()}
+        for rank in self.numbers:
+            raised = self.ranks.raised(rank)  # it is on its way out, which may take long
+            if rank not in self._ends and (rank not in running or raised):
+                end = failed.get(rank)
+                status, text = (0, "") if end is None else self._ended(end, raised)
+                self._ends[rank] = msgspec.structs.replace(self._words(rank), status=status, text=text)
+        return [self._ends.get(rank) or self._words(rank) for rank in self.numbers]
 
-    def _survive(self, rank: int, end: RankEnd) -> bool:
-        """Go on without a rank; return whether it is started again."""
-        self.survived.add(rank)
-        self._coming.discard(rank)
-        again = self.budget.left > 0
-        self.budget.left -= again
-        then = "it is started again" if again else "it is not started again (--max-restarts)"
-        print(f"{self._named(end)}: the others go on; {then}", file=sys.stderr, flush=True)
-        self.ranks.end(rank)
-        self._forget(rank, READY, RAISED, GOES_ON, JOINED)
-        return again
+    def _ended(self, end: RankEnd, raised: bool) -> tuple[int, str]:
+        end = replace(end, exit_code=1) if raised else end
+        self._logs[end.rank] = end.log
+        return end.status, self._hung.pop(end.rank, None) or failure.explain(end, [end], self.world).what
 
-    def _named(self, end: RankEnd) -> str:
-        if self.ranks.raised(end.rank):
-            end = replace(end, exit_code=1)
-        error: LaunchError = failure.explain(end, [end], self.count)
-        return error.what
+    def _say_where(self, rank: int) -> None:
+        if (log := self._logs.pop(rank, None)) is not None:
+            self.said_where = True
+            print(f"  where: log {log}", file=sys.stderr, flush=True)
 
-    def _said(self, rank: int, word: str) -> bool:
+    def _words(self, rank: int) -> RankState:
+        """What a rank that runs has said of itself."""
+        goes_on, ready, joined = (self._said_by(rank, word) for word in (GOES_ON, READY, JOINED))
+        path = self.folder / f"rank{rank}{RESTARTS}"
+        reason = "" if goes_on or not path.exists() else path.read_text("utf-8")
+        return RankState(rank, self._lives[rank], None, "", goes_on, reason, ready, joined)
+
+    def _said_by(self, rank: int, word: str) -> bool:
         return (self.folder / f"rank{rank}{word}").exists()
 
-    def _forget(self, rank: int, *words: str) -> None:
-        for word in words:
+    def _end(self, rank: int) -> None:
+        """End what is left of a rank that is lost, and forget what it said."""
+        self.ranks.end(rank)
+        for word in (READY, RAISED, GOES_ON, JOINED):
             (self.folder / f"rank{rank}{word}").unlink(missing_ok=True)
+
+
+def _generation(standing: Standing) -> Generation:
+    return Generation(standing.number, standing.ranks, standing.ended)
 
 
 __all__ = ["Survivors"]

@@ -21,16 +21,17 @@ from types import TracebackType
 from typing import Any
 
 from meshwright.errors import LaunchError, PeerLost
+from meshwright.launchers.interfaces import resolve
 from meshwright.scheduler import messages as m
 from meshwright.scheduler.client import Client, Place
 from meshwright.scheduler.gather import TURN_SECONDS, gather
 from meshwright.scheduler.members import NODE_SECONDS
-from meshwright.scheduler.trust import SECRET, SECRET_FILE, Trust, find_secret
+from meshwright.scheduler.trust import INSECURE, SECRET, SECRET_FILE, Trust, find_secret
 
 ROLE = "MS_ROLE"
-INSECURE = "MESHWRIGHT_INSECURE"
 WORKER, SCHEDULER, SERVER = "MS_WORKER", "MS_SCHED", "MS_PSERVER"
 SERVER_COUNT = "MS_SERVER_NUM"
+REPLICAS = "MESHWRIGHT_REPLICAS"
 WAIT_SECONDS = 1800.0
 WATCH_SECONDS = 5.0
 REPORT_SECONDS = 10.0  # for a scheduler that is away when this rank ends
@@ -40,8 +41,8 @@ SAID = 1000  # characters of an error that other ranks receive
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the environment says of a dynamic cluster. `world`: its ranks. `servers`: how many parameter servers it has.
-    `id`: the name of this process."""
+    """What the environment says of a dynamic cluster. `world`: its ranks. `servers`: how many parameter servers it has;
+    `replicas`: how many others have a copy of each. `id`: the name of this process."""
 
     role: str
     host: str
@@ -54,13 +55,14 @@ class Told:
     state: str = ""
     insecure: bool = False
     servers: int = 0
+    replicas: int = 0
 
 
 def read(env: Mapping[str, str]) -> Told:
     """Raises LaunchError with the variable that is missing or cannot be."""
     role = env[ROLE]
     if role not in (WORKER, SCHEDULER, SERVER):
-        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it is {WORKER}, {SERVER} or {SCHEDULER}")
+        raise LaunchError(f"{ROLE} is {role!r:.40}", why=f"it must be {WORKER}, {SERVER} or {SCHEDULER}")
     for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM"):
         if not env.get(name):
             raise LaunchError(
@@ -80,6 +82,13 @@ def read(env: Mapping[str, str]) -> Told:
             why="workers wait for all servers, and have to know how many there are",
             hint=f"{SERVER_COUNT}=N in all processes of the job",
         )
+    replicas = _number(env, REPLICAS)
+    if replicas > 1 or (replicas and servers == 1):
+        raise LaunchError(
+            f"{REPLICAS} is {replicas}, and {SERVER_COUNT} is {servers}",
+            why="a parameter server has one copy, on another one, or none",
+            hint=f"{SERVER_COUNT}=2 {REPLICAS}=1 in all processes of the job",
+        )
     return Told(
         role,
         env["MS_SCHED_HOST"],
@@ -92,6 +101,7 @@ def read(env: Mapping[str, str]) -> Told:
         env.get("MS_RECOVERY_PATH", ""),
         env.get(INSECURE) == "1",
         servers,
+        replicas,
     )
 
 
@@ -100,7 +110,7 @@ def _number(env: Mapping[str, str], name: str, default: Any = 0) -> Any:
     if text is None:
         return default
     if not text.isdecimal():
-        raise LaunchError(f"{name} is {text!r:.40}", why="it is a whole number, at least 0")
+        raise LaunchError(f"{name} is {text!r:.40}", why="it must be a whole number, at least 0")
     return int(text)
 
 
@@ -163,6 +173,7 @@ def worker(env: Mapping[str, str]) -> Worker:
         _become_scheduler(told, secret)
     if told.role == SERVER:
         _become_server(told, secret)
+    resolve(told.host, told.port, "MS_SCHED_HOST")
     found = _join(told, Place(told.host, told.port, Trust(secret)))
     _pid[:], _worker[:] = [os.getpid()], [found]
     threading.Thread(target=found.follow, name="worker of a dynamic cluster", daemon=True).start()
@@ -221,6 +232,7 @@ def _become_server(told: Told, secret: str) -> None:
         "node": told.id or f"{socket.gethostname()}-{os.getpid()}",
         "servers": told.servers,
         "state": told.state,
+        "replicas": told.replicas,
         "wait_seconds": told.wait_seconds,
         "away_seconds": told.node_seconds,
     }

@@ -7,6 +7,7 @@ variable, before anything is connected.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zlib
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from meshwright.errors import LaunchError
 from meshwright.launchers import hostlist, rank_table
+from meshwright.launchers.interfaces import port_of
 from meshwright.launchers.rank_table import VARIABLE
 
 PORT = 29500  # where rank 0 waits unless something better is known, as torch's
@@ -77,6 +79,7 @@ class Launcher:
 TORCHRUN = "torchrun"
 DYNAMIC = "dynamic cluster"
 ROLE = "MS_ROLE"  # of this process in a dynamic cluster
+WORKERS = "MS_WORKER_NUM"  # of that cluster
 LAUNCHERS = (
     Launcher(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("RANK", "WORLD_SIZE")),
     Launcher(
@@ -121,7 +124,21 @@ def launched(environment: Environment | None = None) -> Launched:
                 f"PMIX_RANK is {env['PMIX_RANK']}, and no variable says how many ranks there are",
                 hint="set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in what starts the ranks",
             )
-        return _of_table(env) if VARIABLE in env else Launched()
+        if WORKERS in env:
+            raise LaunchError(
+                f"{WORKERS} is set, {ROLE} is not",
+                why="without it this process would be a job of one rank",
+                hint=f"{ROLE}=MS_WORKER, or unset {WORKERS}",
+            )
+        if VARIABLE in env:
+            return _of_table(env)
+        if env.get("RANK_SIZE", "1") != "1":
+            raise LaunchError(
+                f"RANK_SIZE is {env['RANK_SIZE']:.40}, and {VARIABLE} is not set",
+                why="without it this process would be a job of one rank",
+                hint=f"{VARIABLE}=table.json, or unset RANK_SIZE",
+            )
+        return Launched()
     if rows[0].name == TORCHRUN and "TORCHELASTIC_RUN_ID" in env:  # whatever has started it
         rows = rows[:1]
     first, *others = [(row, _read(row, env)) for row in rows]
@@ -140,6 +157,16 @@ def launched(environment: Environment | None = None) -> Launched:
     known = next((a for a in (row.address(env) for row in agreed) if a), "")
     job = ".".join(env.get(name, "") for row in agreed for name in row.job).strip(".")
     return _placed(replace(found, dealt=_dealt(found, env)), known, job, env)
+
+
+def one_of_several(env: Environment) -> Launched | None:
+    """Which of several processes this one is, as MPI or Slurm has started it; None if that is not known."""
+    for row in LAUNCHERS:
+        if row.name != TORCHRUN and all(env.get(name) for name in (row.rank, row.world)):
+            with contextlib.suppress(LaunchError):
+                if (found := _read(row, env)).world > 1:
+                    return found
+    return None
 
 
 def _of_cluster(env: Environment) -> Launched:
@@ -162,7 +189,7 @@ def _of_table(env: Environment) -> Launched:
     said = {name: env[name] for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID") if name in env}
     for name, text in said.items():
         if not text.isdecimal():
-            raise LaunchError(f"{name} is {text!r:.40}", why="it is a whole number, at least 0")
+            raise LaunchError(f"{name} is {text!r:.40}", why="it must be a whole number, at least 0")
     rank = int(said["RANK_ID"])
     if rank >= table.world:
         raise LaunchError(f"RANK_ID is {rank}", why=f"{path} has ranks from 0 to {table.world - 1}")
@@ -181,7 +208,7 @@ def _read(row: Launcher, env: Environment) -> Launched:
     if not world or rank >= world:
         raise LaunchError(
             f"{row.rank} is {rank}, {row.world} is {world}",
-            why="ranks count from 0, and are fewer than there are in all",
+            why="ranks are numbered from 0, so each is below their number",
         )
     local = _number(row, row.local_rank, env) if row.local_rank in env else 0
     here = _number(row, row.local_world, env) if row.local_world in env else 0
@@ -191,7 +218,7 @@ def _read(row: Launcher, env: Environment) -> Launched:
         raise LaunchError(
             f"{row.local_rank} is {local}, {row.local_world or 'SLURM_STEP_TASKS_PER_NODE'} is {here}, "
             f"{row.world} is {world}",
-            why="ranks of this machine count from 0, and are no more than there are in all",
+            why="local ranks are numbered from 0, and a machine has at most all ranks",
         )
     return Launched(row.name, rank, world, local, here)
 
@@ -206,7 +233,7 @@ def _number(row: Launcher, name: str, env: Environment) -> int:
             hint=f"unset {there}, or start all ranks with one launcher: meshwright run, torchrun, mpirun, srun",
         )
     if not text.isdecimal():
-        raise LaunchError(f"{name} is {text!r:.40}", why="it is a whole number, at least 0")
+        raise LaunchError(f"{name} is {text!r:.40}", why="it must be a whole number, at least 0")
     return int(text)
 
 
@@ -220,7 +247,7 @@ def _slurm_here(world: int, env: Environment) -> int:
     if sum(counts) != world or int(node) >= len(counts):
         raise LaunchError(
             f"SLURM_STEP_TASKS_PER_NODE is {text}, SLURM_NODEID {node}, SLURM_STEP_NUM_TASKS {world}",
-            why="the counts of all machines are the tasks of the step",
+            why="the counts of all machines must add up to the tasks of the step",
         )
     return counts[int(node)]
 
@@ -229,7 +256,7 @@ def _two(one: Launcher, other: Launcher, env: Environment) -> LaunchError:
     return LaunchError(
         f"two launchers at once: {one.name} says {one.rank}={env[one.rank]} of {env[one.world]}, "
         f"{other.name} {other.rank}={env[other.rank]} of {env[other.world]}",
-        why="which of them started this rank?",
+        why="only one of them can have started this rank",
         hint=f"unset {one.rank} and {one.world}, or {other.rank} and {other.world}",
     )
 
@@ -247,10 +274,8 @@ def _placed(found: Launched, known: str, job: str, env: Environment) -> Launched
             hint="MASTER_ADDR=HOST, a name or an address by which all machines reach that of rank 0: "
             "mpirun -x MASTER_ADDR=… (Open MPI), mpirun -genv MASTER_ADDR … (MPICH)",
         )
-    if port and not (port.isdecimal() and 1024 <= int(port) <= 65535):
-        raise LaunchError(f"MASTER_PORT is {port!r:.40}", why="a port is a number from 1024 to 65535")
     own = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else PORT
-    return replace(found, address=address, port=int(port) if port else own)
+    return replace(found, address=address, port=port_of(port, "MASTER_PORT") if port else own)
 
 
 def _dealt(found: Launched, env: Environment) -> bool:
@@ -260,4 +285,4 @@ def _dealt(found: Launched, env: Environment) -> bool:
     return found.rank != sum(counts[: int(env["SLURM_NODEID"])]) + found.local_rank
 
 
-__all__ = ["LAUNCHERS", "Launched", "launched"]
+__all__ = ["LAUNCHERS", "Launched", "launched", "one_of_several"]

@@ -9,8 +9,28 @@ import socket
 import struct
 from pathlib import Path
 
+from meshwright.errors import LaunchError
+
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 OF_IPV6 = Path("/proc/net/if_inet6")
+
+
+def resolve(host: str, port: int, variable: str) -> list[tuple[int, str]]:
+    """The families and addresses of a host. `variable`: what names it. Raises LaunchError for one that is unknown."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        hint = "a name that resolves on every node (DNS, /etc/hosts), or an address"
+        raise LaunchError(f"the host {host} is unknown", why=f"{variable}: {why}", hint=hint) from None
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def port_of(text: str, variable: str) -> int:
+    """The port that a variable names. Raises LaunchError for what cannot be one."""
+    if not (text.isdecimal() and 1024 <= int(text) <= 65535):
+        raise LaunchError(f"{variable} is {text!r:.40}", why="a port is a number from 1024 to 65535")
+    return int(text)
 
 
 def loopback() -> str:
@@ -52,4 +72,4 @@ def interface_to(address: str, port: int) -> str:
     return ""
 
 
-__all__ = ["interface_of", "interface_to", "loopback"]
+__all__ = ["interface_of", "interface_to", "loopback", "port_of", "resolve"]

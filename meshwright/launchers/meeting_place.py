@@ -100,7 +100,8 @@ def _accepted(listening: socket.socket, missing: set[int], end: float, seconds: 
             raise
         ranks = ", ".join(map(str, sorted(missing)[:8]))
         raise LaunchError(
-            f"after {seconds:.0f} s ranks {ranks} have not come", why="rank 0 waits for them on this machine"
+            f"ranks {ranks} did not arrive within {seconds:.0f} s",
+            why="rank 0 waits for them on this machine",
         ) from None
 
 
@@ -114,7 +115,7 @@ def _take(mine: Launched, path: Path, seconds: float) -> Path:
             there.sendall(mine.rank.to_bytes(4, "big"))
             return path.parent / _all_of(there, int.from_bytes(_all_of(there, 4), "big")).decode()
         time.sleep(RETRY_SECONDS)
-    raise LaunchError(f"after {seconds:.0f} s rank 0 has not come", why=f"rank {mine.rank} waits for it")
+    raise LaunchError(f"rank 0 did not arrive within {seconds:.0f} s", why=f"rank {mine.rank} waits for it")
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def read(path: Path, option: str) -> RankTable:
 
 def _checked(table: RankTable, what: str) -> RankTable:
     def refuse(why: str, hint: str = "") -> LaunchError:
-        return LaunchError(f"{what} is no rank table that can be started", why=why, hint=hint)
+        return LaunchError(f"{what} is not a rank table that can be started", why=why, hint=hint)
 
     if table.version != VERSION:
         raise refuse(f"its version is {table.version!r}; {VERSION} is known")

@@ -61,17 +61,20 @@ class Place:
         )
 
 
-def connect(place: Place) -> socket.socket:
+def connect(place: Place, reach_seconds: float = CONNECT_SECONDS) -> socket.socket:
     """A connection to the scheduler, greeted. Raises OSError for one that is not there, LaunchError for one that does
     not know the secret."""
-    return call(place.host, place.port, place.trust, SCHEDULER)
+    return call(place.host, place.port, place.trust, SCHEDULER, reach_seconds)
 
 
 class Client:
-    """Requests to one scheduler. `patience`: seconds for which one that is away is looked for."""
+    """Requests to one scheduler. `patience`: seconds for which one that is away is looked for. `reach_seconds`: until
+    its machine answers."""
 
-    def __init__(self, place: Place, patience: float = PATIENCE_SECONDS) -> None:
-        self.place, self.patience = place, patience
+    def __init__(
+        self, place: Place, patience: float = PATIENCE_SECONDS, reach_seconds: float = CONNECT_SECONDS
+    ) -> None:
+        self.place, self.patience, self._reach_seconds = place, patience, reach_seconds
         self._session, self._number = uuid.uuid4().hex, 0
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -94,13 +97,15 @@ class Client:
         while True:
             try:
                 if self._socket is None:
-                    self._socket = connect(self.place)
+                    self._socket = connect(self.place, self._reach_seconds)
                 self._socket.settimeout(wait + CONNECT_SECONDS)
                 send(self._socket, ask)
                 return receive(self._socket, kind)
             except m.Malformed as error:
                 self.close()
-                raise LaunchError(f"what listens at {self.place} is no scheduler", why=str(error)) from None
+                raise LaunchError(
+                    f"what listens at {self.place} is not a scheduler", why=str(error)
+                ) from None
             except (OSError, EOFError) as error:
                 self.close()
                 if time.monotonic() > end:
@@ -167,6 +172,8 @@ def _away(place: Place, error: Exception) -> Unreachable:
     hint = "is it started there (--node-rank 0, or meshwright scheduler), is the port open in the firewall?"
     if isinstance(error, socket.gaierror):
         hint = "the host in --master, or MS_SCHED_HOST: a name that resolves on every node, or an address"
+    elif not place.trust.secret and isinstance(error, EOFError | ConnectionResetError):
+        hint = "if its job has a secret: --secret with that file, and not --insecure"
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(f"no scheduler answers at {place}", why=why, hint=hint)
 

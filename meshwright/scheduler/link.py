@@ -13,12 +13,20 @@ from meshwright.scheduler.trust import Trust, client_context, nonce, proof, same
 CONNECT_SECONDS = 10.0
 SCHEDULER, PARAMETER_SERVER = "scheduler", "parameter server"  # a proof of one is none of the other
 CALLER = "node"
+NO_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "RECORD_LAYER_FAILURE",
+    "HTTP_REQUEST",
+)  # what openssl calls other protocols
 
 
-def call(host: str, port: int, trust: Trust, role: str) -> socket.socket:
-    """A connection to who has this role there, greeted, with a time-out of `CONNECT_SECONDS`. Raises OSError for one
-    that is not there, LaunchError for one that does not know the secret."""
-    plain = socket.create_connection((host, port), CONNECT_SECONDS)
+def call(
+    host: str, port: int, trust: Trust, role: str, reach_seconds: float = CONNECT_SECONDS
+) -> socket.socket:
+    """A connection to who has this role there, greeted, with a time-out of `CONNECT_SECONDS`; `reach_seconds`: until
+    its machine answers. Raises OSError for one that is not there, LaunchError for one that does not know the secret."""
+    plain = socket.create_connection((host, port), reach_seconds)
+    plain.settimeout(CONNECT_SECONDS)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     context, called = client_context(trust), f"the {role} at {at(host, port)}"
     made: socket.socket = plain
@@ -33,6 +41,12 @@ def call(host: str, port: int, trust: Trust, role: str) -> socket.socket:
         raise _untrusted(called, f"its certificate: {error.verify_message}") from None
     except ssl.SSLError as error:
         made.close()
+        if error.reason in NO_TLS:
+            raise LaunchError(
+                f"what listens at {at(host, port)} is not the {role}",
+                why=f"it does not speak TLS ({error.reason})",
+                hint="another port in --master (MS_SCHED_PORT, MASTER_PORT), or end what listens there",
+            ) from None
         raise _untrusted(called, f"TLS: {error.reason or error}") from None
     except BaseException:
         made.close()

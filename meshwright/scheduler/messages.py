@@ -94,7 +94,8 @@ class Node(Message, frozen=True):
 class Join(Message, frozen=True):
     """`nodes`, `world` and `restarts` are what this node believes of the job; 0 nodes or ranks: what the others say.
     `clock`: seconds since the epoch. Waits up to `seconds` for the others. `most`: up to so many nodes take part, and
-    the first attempt waits `last_call` seconds for more than `nodes`."""
+    the first attempt waits `last_call` seconds for more than `nodes`. `on_failure`: "continue" goes on without nodes
+    and ranks that are lost; empty: what the others say."""
 
     node: Node
     nodes: int
@@ -104,11 +105,12 @@ class Join(Message, frozen=True):
     seconds: float
     most: int = 0
     last_call: float = 0.0
+    on_failure: str = ""
 
 
 class Report(Message, frozen=True):
     """How this node's part of an attempt ended. `status` 0: well. `blame`: OWN, PEER or TOLD. `final`: the job shall
-    stop, and not begin again."""
+    stop, and not begin again. `leaves`: this node alone shall stop, and the others may go on."""
 
     node: str
     attempt: int
@@ -116,6 +118,30 @@ class Report(Message, frozen=True):
     text: str = ""
     blame: int = 0
     final: bool = False
+    leaves: bool = False
+
+
+class RankState(Message, frozen=True):
+    """A rank of a job that goes on without those that fail. `life`: how often it was started again. `status`: None
+    while it runs; unless it is 0, the rank has failed, as `text` says. What it has said of itself: that it can go on
+    without another one, or the `reason` why it cannot; that it can join; that it has joined."""
+
+    rank: int
+    life: int = 0
+    status: int | None = None
+    text: str = ""
+    goes_on: bool = False
+    reason: str = ""
+    ready: bool = False
+    joined: bool = False
+
+
+class Ranks(Message, frozen=True):
+    """All ranks of a node in an attempt."""
+
+    node: str
+    attempt: int
+    ranks: tuple[RankState, ...]
 
 
 class Watch(Message, frozen=True):
@@ -144,7 +170,7 @@ class Ask(Message, frozen=True):
 
     session: str
     number: int
-    body: Set | Get | Wait | Add | Swap | Delete | Count | Join | Report | Watch | Leave | Tunnel
+    body: Set | Get | Wait | Add | Swap | Delete | Count | Join | Report | Ranks | Watch | Leave | Tunnel
 
 
 # Answers.
@@ -173,18 +199,41 @@ class Waiting(Message, frozen=True):
     absent: tuple[str, ...]
 
 
+class Standing(Message, frozen=True):
+    """Which ranks take part, where a job goes on without those that fail. `version` counts changes. `number`, `ranks`
+    and `ended` are the generation (`meshwright.heartbeat.generation`). `lives`: how often a rank was started again, if
+    it was. `coming`: ranks that have no state yet. `lost`: ranks without which the others go on, those that come
+    included; `away`: those of them whose node is lost. `over`: nobody with the state of the job is left to go on.
+    `said` counts all `news`, of which the latest lines are here. `counts`: the ranks of each node, in their order."""
+
+    version: int
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    lives: dict[int, int] = {}
+    coming: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
+    over: bool = False
+    said: int = 0
+    news: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
 class Formed(Message, frozen=True):
-    """An attempt may begin: its number, and its nodes in the order of their ranks."""
+    """An attempt may begin: its number, and its nodes in the order of their ranks. `standing`: of an attempt that has
+    begun without this node, too."""
 
     attempt: int
     nodes: tuple[Node, ...]
+    standing: Standing | None = None
 
 
 class State(Message, frozen=True):
     """`seen` counts events. `over`: the attempt has ended; well if `status` is 0, else `node` failed with `text`.
     `settled`: and all that are left have said how. `again`: they shall join for another attempt; with `status` 0 since
     another node is to be taken in. `silent`: nodes whose
-    connection is gone, which may come back."""
+    connection is gone, which may come back. `standing`: of a job that goes on without ranks that fail."""
 
     seen: int
     attempt: int = 0
@@ -195,6 +244,7 @@ class State(Message, frozen=True):
     text: str = ""
     again: bool = False
     silent: tuple[str, ...] = ()
+    standing: Standing | None = None
 
 
 class Refused(Message, frozen=True):
@@ -206,7 +256,7 @@ class Refused(Message, frozen=True):
         return LaunchError(self.what, why=self.why, hint=self.hint)
 
 
-Answer = Done | Value | Number | Missing | Waiting | Formed | State | Refused
+Answer = Done | Value | Number | Missing | Waiting | Formed | State | Standing | Refused
 
 
 class Malformed(ValueError):

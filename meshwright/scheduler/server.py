@@ -17,12 +17,13 @@ from typing import TypeVar
 
 from meshwright.scheduler import messages as m
 from meshwright.scheduler.link import SCHEDULER, challenged
-from meshwright.scheduler.members import Members
+from meshwright.scheduler.members import AT_ONCE_SECONDS, Members
 from meshwright.scheduler.state import Kept
 from meshwright.scheduler.trust import same
 
 GREETING_SECONDS = 10.0
 TICK_SECONDS = 0.25
+LATE_SECONDS = 1.0  # between two ticks, when this process, or its machine, stood still
 T = TypeVar("T")
 STRANGERS = 2048  # connections that have proved nothing; the oldest has to go when one more comes
 LONGEST_WAIT_SECONDS = 30.0  # of one answer: who wants to wait longer asks again
@@ -41,7 +42,8 @@ class Server:
     _of_keys: dict[str, set[asyncio.Future[None]]] = field(default_factory=dict)
     _of_members: set[asyncio.Future[None]] = field(default_factory=set)
     _connection_of: dict[str, int] = field(default_factory=dict)
-    _formed: tuple[int, m.Formed | m.Refused, bytes] | None = None
+    _session_of: dict[str, str] = field(default_factory=dict)  # of the client that has joined as a node
+    _formed: tuple[m.Formed | m.Refused, bytes] | None = None
 
     # ---- connections
 
@@ -52,10 +54,14 @@ class Server:
 
     async def tick(self) -> None:
         """Look for lost nodes until the job has ended, and a little longer, so that all hear of it."""
+        last = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            before = self.members.seen
-            self.members.tick(time.monotonic())
+            before, now = self.members.seen, time.monotonic()
+            if now - last > LATE_SECONDS:
+                self.members.excuse(now - last, now)
+            last = now
+            self.members.tick(now)
             if self.members.seen != before:
                 self._changed()
 
@@ -101,24 +107,28 @@ class Server:
             if isinstance(ask.body, m.Tunnel):
                 await self._tunnel(ask.body.attempt, reader, writer)
                 return
-            if isinstance(ask.body, m.Join):
-                self._connection_of[ask.body.node.id] = id(writer)
-            elif isinstance(ask.body, m.Watch):
+            if isinstance(ask.body, m.Watch):
                 self._connection_of[ask.body.node] = id(writer)
-            writer.write(await self._unless_closed(reader, ask))
+            writer.write(await self._unless_closed(reader, ask, id(writer)))
             await writer.drain()
 
-    async def _unless_closed(self, reader: asyncio.StreamReader, ask: m.Ask) -> bytes:
+    async def _unless_closed(self, reader: asyncio.StreamReader, ask: m.Ask, connection: int) -> bytes:
         """The answer; raises EOFError as soon as who waits for it has gone."""
-        answer = asyncio.ensure_future(self._answer(ask))
+        if not getattr(ask.body, "seconds", 0.0):
+            return await self._answer(ask, connection)
+        answer = asyncio.ensure_future(self._answer(ask, connection))
+        more = asyncio.ensure_future(reader.read(1))  # who asks says nothing before the answer
         try:
-            while not answer.done() and getattr(ask.body, "seconds", 0.0):
-                if reader.at_eof() or reader.exception() is not None:
-                    raise EOFError
-                await asyncio.wait({answer}, timeout=TICK_SECONDS)
+            await asyncio.wait({answer, more}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EOFError
             return await answer
         finally:
             answer.cancel()
+            more.cancel()
+            await asyncio.wait({more})
+            if not more.cancelled():
+                more.exception()
 
     def _closed(self, connection: int) -> None:
         for node in [n for n, c in self._connection_of.items() if c == connection]:
@@ -128,7 +138,7 @@ class Server:
 
     # ---- answers
 
-    async def _answer(self, ask: m.Ask) -> bytes:
+    async def _answer(self, ask: m.Ask, connection: int) -> bytes:
         body = ask.body
         match body:
             case m.Get():
@@ -141,17 +151,23 @@ class Server:
             case m.Count():
                 return m.frame(m.Number(len(self.kept.pairs)))
             case m.Join():
-                return await self._join(body)
+                return await self._join(ask.session, body, connection)
             case m.Watch():
                 return await self._watch(body)
             case m.Report():
                 self.members.report(body, time.monotonic())
                 self._changed()
                 return m.frame(m.Done())
+            case m.Ranks():
+                before, standing = self.members.seen, self.members.ranks(body, time.monotonic())
+                if self.members.seen != before:
+                    self._changed()
+                return m.frame(standing)
             case m.Leave():
-                self.members.leave(body.node)
-                self._connection_of.pop(body.node, None)
-                self._changed()
+                if self._session_of.get(body.node, ask.session) == ask.session:
+                    self.members.leave(body.node)
+                    self._connection_of.pop(body.node, None)
+                    self._changed()
                 return m.frame(m.Done())
             case m.Set() | m.Add() | m.Swap() | m.Delete():
                 return self._change(ask, body)
@@ -194,25 +210,45 @@ class Server:
             if not await _woken(waiting, end - time.monotonic()):
                 return
 
-    async def _join(self, join: m.Join) -> bytes:
-        refused = self.members.join(join, time.monotonic(), time.time())
-        if refused is not None:
+    async def _join(self, session: str, join: m.Join, connection: int) -> bytes:
+        now = time.monotonic()
+        refused = self._twice(session, join.node, now) or self.members.join(join, now, time.time())
+        if refused is not None:  # this connection's end, or a Leave, is not that of the node with this id
             return m.frame(refused)
+        self._session_of[join.node.id], self._connection_of[join.node.id] = session, connection
         self._changed()
         end = time.monotonic() + min(join.seconds, LONGEST_WAIT_SECONDS)
         while (formed := self.members.formed(join.node.id)) is None:
             if not await _woken(self._of_members, end - time.monotonic()):
                 return m.frame(self.members.waiting())
-        if self._formed is None or self._formed[0] != self.members.facts.attempt:
-            self._formed = (self.members.facts.attempt, formed, m.frame(formed))
-        return self._formed[2]
+        if self._formed is None or self._formed[0] != formed:
+            self._formed = (formed, m.frame(formed))
+        return self._formed[1]
+
+    def _twice(self, session: str, node: m.Node, now: float) -> m.Refused | None:
+        """Why a second launcher of a machine may not be the node that the first one, which speaks, is."""
+        if node.id not in self._connection_of or self._session_of.get(node.id, session) == session:
+            return None
+        members = self.members
+        same, silent = (
+            members.here.get(node.id) or members.facts.node(node.id),
+            now - members.heard.get(node.id, now),
+        )
+        if same is None or same.host != node.host or silent > AT_ONCE_SECONDS:
+            return None
+        return m.Refused(
+            f"the node id {node.id} is taken",
+            why=f"another launcher of {node.host} has it, and is at work",
+            hint="end that one first; for one more node, a --node-rank, or a --node-id, of its own",
+        )
 
     async def _watch(self, watch: m.Watch) -> bytes:
-        self.members.watch(watch.node, time.monotonic())
-        end = time.monotonic() + min(watch.seconds, LONGEST_WAIT_SECONDS)
+        self.members.watch(watch.node, time.monotonic(), watch.attempt)
+        # a node that waits for an answer is not heard of meanwhile
+        end = time.monotonic() + min(watch.seconds, LONGEST_WAIT_SECONDS, self.members.node_seconds / 3)
         while self.members.seen == watch.seen and await _woken(self._of_members, end - time.monotonic()):
             pass
-        self.members.watch(watch.node, time.monotonic())
+        self.members.watch(watch.node, time.monotonic(), watch.attempt)
         return m.frame(self.members.state)
 
     def _changed(self) -> None:

@@ -23,6 +23,7 @@ from meshwright.errors import LaunchError
 
 SECRET = "MESHWRIGHT_SECRET"
 SECRET_FILE = "MESHWRIGHT_SECRET_FILE"
+INSECURE = "MESHWRIGHT_INSECURE"  # 1: without a secret, anybody may take part
 LEAST_CHARACTERS = 20  # of a secret: a shorter one could be guessed from a recording
 NONCE_BYTES = 32
 OPENSSL = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=meshwright"
@@ -71,11 +72,11 @@ def find_secret(path: Path | None, *, make: bool) -> str:
         mode, text = path.stat().st_mode, path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        hint = "copy it from the node with --node-rank 0, which makes it"
+        hint = "copy it from the machine of the scheduler, which makes it"
         raise LaunchError(f"{option}: cannot read the secret {path}", why=why, hint=hint) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = f"its mode is {stat.S_IMODE(mode):o}: others on this machine can read it"
-        raise LaunchError(f"{option}: {path} is no secret", why=why, hint=f"chmod 600 {path}")
+        raise LaunchError(f"{option}: {path} is not a secret", why=why, hint=f"chmod 600 {path}")
     return _long_enough(text, f"{option}: {path}")
 
 
@@ -83,6 +84,8 @@ def _make(path: Path, option: str) -> None:
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(secrets.token_urlsafe(32) + "\n")
+    except FileExistsError:  # another launcher of this machine was faster
+        return
     except OSError as error:
         raise LaunchError(f"{option}: cannot write {path}", why=error.strerror or str(error)) from None
 

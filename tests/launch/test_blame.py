@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from meshwright.heartbeat import IN_STEP, OWN_CODE
 from meshwright.heartbeat.reader import Group, Seen, Waits
 from meshwright.launch.hang_diagnosis import State, diagnose
+from meshwright.launch.hang_elsewhere import Silent, silent, state_of
 
 ALL = Group((0, 1, 2), "dp")
 TOLD = {(ALL, 7): ("all_reduce", "%a forward (model.py:3)"), (ALL, 8): ("all_gather", "%b forward")}
@@ -16,7 +20,7 @@ def waiting(number: int, kind: str = "", group: Group = ALL, **told: object) -> 
     kind, of = (kind, "") if kind else TOLD[group, number]
     latest = {(g, n): k for (g, n), k in TOLD.items() if n <= number}
     waits = Waits(kind, group, number, of)
-    return State(Seen("forward", False, 5, (0, 0), 90.0, waits, {group: number}, {**latest, **told}))  # type: ignore[dict-item]
+    return State(Seen("forward", False, 5, (0, 0), 90.0, waits, {group: number}, {**latest, **told}))  # pyright: ignore[reportArgumentType]
 
 
 def busy(number: int, what: str = OWN_CODE, process: str = "running") -> State:
@@ -27,9 +31,10 @@ def busy(number: int, what: str = OWN_CODE, process: str = "running") -> State:
 def test_who_has_not_come_to_a_collective_hangs() -> None:
     found = diagnose({0: waiting(8), 1: busy(7, "reading a batch"), 2: waiting(8)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
-    assert found.what == "rank 1 of 3 hangs: nothing has moved for 10 s"
+    assert found.what == "rank 1 of 3 hangs: no rank has made progress for 10 s"
     assert found.lines == (
-        "rank 1: reading a batch after step 4, for 12 s; its last was the all_reduce of %a forward (model.py:3), "
+        "rank 1: reading a batch after step 4, for 12 s; its last collective was the all_reduce of %a forward "
+        "(model.py:3), "
         "7th of ranks 0 to 2 along dp",
         "ranks 0, 2 wait in the all_gather of %b forward, 8th of ranks 0 to 2 along dp: forward(0, 0) of step 5",
     )
@@ -46,7 +51,7 @@ def test_who_waits_for_one_that_waits_for_another_does_not_hang() -> None:
 def test_who_is_stopped_hangs_also_within_a_collective(state: State) -> None:
     found = diagnose({0: waiting(8), 1: state, 2: waiting(8)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
-    assert found.what == "rank 1 of 3 is stopped: nothing has moved for 10 s"
+    assert found.what == "rank 1 of 3 is stopped: no rank has made progress for 10 s"
     assert found.lines[0].startswith("rank 1: is stopped (SIGSTOP, or a debugger): ")
 
 
@@ -59,7 +64,7 @@ def test_who_has_ended_is_waited_for_in_vain() -> None:
 def test_who_has_no_record_yet_is_waited_for() -> None:
     found = diagnose({0: waiting(1, "word of all ranks"), 1: State(None), 2: busy(1)}, 10.0, 100.0)
     assert found is not None and found.ranks == (1,)
-    assert found.lines[0] == "rank 1: has not come to `import meshwright` yet"
+    assert found.lines[0] == "rank 1: has not reached `import meshwright` yet"
 
 
 def test_who_left_a_collective_out_is_found_where_all_wait() -> None:
@@ -80,7 +85,7 @@ def test_ranks_that_wait_for_one_another() -> None:
     one, two = (waiting(1, "receive", Group(pair, "received")) for pair in ((1, 0), (0, 1)))
     found = diagnose({0: one, 1: two}, 10.0, 100.0)
     assert found is not None and found.ranks == (0, 1)
-    assert found.what == "ranks 0, 1 of 2 wait for one another: nothing has moved for 10 s"
+    assert found.what == "ranks 0, 1 of 2 wait for one another: no rank has made progress for 10 s"
 
 
 def test_a_checkpoint_without_a_name_waits_for_rank_0() -> None:
@@ -98,3 +103,13 @@ def test_where_nobody_waits() -> None:
     assert found is not None and found.ranks == (1,)
     found = diagnose({0: busy(8, IN_STEP), 1: busy(8, IN_STEP)}, 10.0, 100.0)
     assert found is not None and found.ranks == (0, 1)
+
+
+def test_a_rank_is_read_on_another_machine_as_it_is() -> None:
+    """Its clock is another one."""
+    for state in (waiting(8), busy(7), State(None, "gone"), busy(8, process="stopped")):
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(silent(1, state, 100.0)), type=Silent)
+        found = state_of(sent, 1100.0)
+        assert found.process == state.process
+        if state.seen is not None:
+            assert found.seen == replace(state.seen, since=state.seen.since + 1000.0)

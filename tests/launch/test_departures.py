@@ -42,7 +42,7 @@ def test_who_waits_for_a_rank_in_shutdown_waits_in_vain() -> None:
     finding = found({0: waits, 2: waits}, in_shutdown({ALL: 7}))
     assert finding is not None and finding.ranks == (1,)
     assert (
-        finding.what == "rank 1 of 3 came to mw.shutdown() after step 4, and ranks 0, 2 wait for it in step 5"
+        finding.what == "rank 1 of 3 reached mw.shutdown() after step 4, and ranks 0, 2 wait for it in step 5"
     )
     assert finding.lines == (
         "ranks 0, 2 wait in the all_reduce of %a, 8th of ranks 0 to 2 along dp: in step 5",
@@ -88,7 +88,7 @@ def test_on_a_gpu_silence_and_more_collectives_tell() -> None:
     finding = found({0: ahead}, in_shutdown({ALL: 7}), silent=(0,))
     assert finding is not None
     assert (
-        finding.what == "rank 1 of 3 came to mw.shutdown() after step 4, and rank 0 waits for it after step 5"
+        finding.what == "rank 1 of 3 reached mw.shutdown() after step 4, and rank 0 waits for it after step 5"
     )
     assert found({0: ahead}, in_shutdown({ALL: 8}), silent=(0,)) is None
     words = seen({Group((0, 1, 2), "before the process groups"): 3}, doing=OWN_CODE)
@@ -133,21 +133,21 @@ SCRIPT = """
     print("to the end")
 """
 LEAVES = [
-    ("shutdown", "came to mw.shutdown() after step 2, and rank 0 waits for it in step 3"),
+    ("shutdown", "reached mw.shutdown() after step 2, and rank 0 waits for it in step 3"),
     ("at once", "ended with exit code 0, and rank 0 waits for it"),
     pytest.param(
         "pipeline",
-        "came to mw.shutdown() after step 2, and rank 0 waits for it in step 3",
+        "reached mw.shutdown() after step 2, and rank 0 waits for it in step 3",
         marks=pytest.mark.full,
     ),
     pytest.param(
         "manual",
-        "came to mw.shutdown() after step 2, and rank 0 waits for it in step 3",
+        "reached mw.shutdown() after step 2, and rank 0 waits for it in step 3",
         marks=pytest.mark.full,
     ),
     pytest.param(
         "save",
-        "came to mw.shutdown() after step 2, and rank 0 waits for it after step 2",
+        "reached mw.shutdown() after step 2, and rank 0 waits for it after step 2",
         marks=pytest.mark.full,
     ),
 ]

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from meshwright.launch.failure import RankEnd, explain, final_error, first, tail
+from meshwright.launch.failure import RankEnd, elsewhere, ended_early, explain, final_error, first, tail
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n{error}\n'
 OWN = TRACE.format(error="ValueError: bad batch")
@@ -69,7 +69,10 @@ def test_tail_is_what_a_person_would_see(end):
     ("text", "error"),
     [
         (OWN, "ValueError: bad batch"),
-        ("".join(f"[rank1]: {line}\n" for line in OWN.splitlines()), "ValueError: bad batch"),
+        *(
+            ("".join(f"{'[rank1]: ' * n}{line}\n" for line in OWN.splitlines()), "ValueError: bad batch")
+            for n in (1, 3)
+        ),
         (
             OWN + "\nDuring handling of the above exception:\n\n" + TRACE.format(error="KeyError: 3"),
             "KeyError: 3",
@@ -93,6 +96,19 @@ def test_explain_golden(end):
         f"  where: train.py:7, log {own.log}\n"
         "  try:   look at rank 1: the error of rank 0 above only says that it lost a peer"
     )
+
+
+def test_words_on_the_terminal_of_another_machine_are_not_above(end):
+    told = str(explain(end(0, 1, "boom"), [], 2, shown=0))
+    assert "its last words are above" in told
+    said = str(elsewhere(told, "b"))
+    assert said.startswith("on node b: rank 0 of 2 failed with exit code 1")
+    assert "why:   its last words are on the terminal there" in said and "above" not in said
+
+
+def test_a_log_on_another_machine_has_no_path_here(end):
+    error = explain(end(1, 1, "RuntimeError: Connection closed by peer"), [], 2)
+    assert "its log is on its own machine" in str(ended_early(error, "rank 0 of 2 ended", None))
 
 
 def test_explain_shortens_a_deep_traceback_and_keeps_its_ends(end):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshwright
+from bench.machines import machines
 from meshwright.errors import LaunchError
 from meshwright.launch.hang_watch import _of_a_library
 from meshwright.launch.job import Job, check
@@ -62,10 +63,115 @@ def test_an_endless_loop_in_a_dataset_is_found_and_takes_one_restart(launches: L
     arguments = ("--nproc", 2, "--hang-after", 3, "--max-restarts", 1, script, "dataset")
     done = launches.run(*arguments, env=ROOT)
     assert done.returncode == 0 and "to the end" in done.stdout, done.stderr
-    assert "rank 1 of 2 hangs: nothing has moved for" in done.stderr
+    assert "rank 1 of 2 hangs: no rank has made progress for" in done.stderr
     assert "rank 1: reading a batch after step 2, for" in done.stderr
     assert "rank 0 waits in the all_reduce of %" in done.stderr and "of step 3" in done.stderr
     assert re.search(r"script\.py:1[56] in __getitem__", done.stderr), done.stderr
+    launches.wait_until_gone()
+
+
+def test_a_hang_on_another_machine(launches: Launches) -> None:
+    script, jobs = launches.script(SCRIPT), []
+    with machines(2) as two:
+        for place, machine in enumerate(two):
+            options = (
+                "--nnodes",
+                2,
+                "--node-rank",
+                place,
+                "--master",
+                f"{two[0].address}:29493",
+                "--hang-after",
+                3,
+            )
+            env = {**ROOT, "MESHWRIGHT_SECRET": "the secret of a job that is tested"}
+            jobs.append(launches.start(*options, script, "dataset", env=env, prefix=machine.prefix))
+        ends = [job.communicate(timeout=200) for job in jobs]
+    assert [job.returncode for job in jobs] == [124, 124], ends
+    assert "on node node1: rank 1 of 2 hangs: no rank has made progress for" in ends[0][1]
+    assert "rank 1: reading a batch after step 2, for" in ends[1][1]
+    assert "rank 0 waits in the all_reduce of %" in ends[1][1] and "of step 3" in ends[1][1]
+    assert re.search(r"script\.py:1[56] in __getitem__", ends[1][1]), ends
+    launches.wait_until_gone()
+
+
+ENDLESS = """
+    import torch
+    import meshwright as mw
+    from meshwright.examples import mlp
+
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=2)
+    while True:
+        step(batch)
+        print(f"step {step.steps}", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_machine_that_hears_neither_of_the_others_nor_of_the_scheduler_ends(launches: Launches) -> None:
+    """No connection closes: the machine of the scheduler is gone at once, as when it loses power."""
+    script, jobs = launches.script(ENDLESS), []
+    with machines(2) as two:
+        if not two[0].port:
+            pytest.skip("no network namespaces here")
+        for place, machine in enumerate(two):
+            options = ("--nnodes", 2, "--node-rank", place, "--master", f"{two[0].address}:29493")
+            env = {**ROOT, "MESHWRIGHT_SECRET": "the secret of a job that is tested"}
+            jobs.append(launches.start(*options, "--hang-after", 3, script, env=env, prefix=machine.prefix))
+        for job in jobs:
+            assert job.stdout is not None and "step 1" in job.stdout.readline()
+        with two[0].unreachable():
+            jobs[0].kill()
+            _, said = jobs[1].communicate(timeout=200)
+    assert jobs[1].returncode == 124, said
+    assert "rank 1 waits for other machines, and the scheduler does not answer" in said
+    assert "rank 1 waits in the all_reduce of " in said
+    place = f"the scheduler at {two[0].address}:29493"
+    assert f"{place} does not answer: ranks go on until they save" in said
+    assert f"{place} has gone, and so the job ends here" in said
+    launches.wait_until_gone()
+
+
+GOES_ON = """
+    import os, signal, time
+    import torch
+    import meshwright as mw
+    from meshwright.examples import mlp
+
+    rank = os.environ["RANK"]
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=3)
+    while step.steps < 8:
+        step(batch)
+        if step.steps == 2 and rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step.steps == 4 and rank == "2":
+            time.sleep(600)
+    mw.shutdown()
+    print("to the end")
+"""
+
+
+@pytest.mark.full
+def test_the_others_go_on_without_a_rank_that_hangs(launches: Launches) -> None:
+    """One that was lost before does not confuse who is who. Ranks 1 and 2 are on another machine."""
+    script, jobs = launches.script(GOES_ON), []
+    with machines(2) as two:
+        for place, machine in enumerate(two):
+            options = ("--nnodes", 2, "--nproc", 1 + place, "--node-rank", place)
+            options += ("--master", f"{two[0].address}:29494", "--hang-after", 3, "--on-failure", "continue")
+            env = {**ROOT, "MESHWRIGHT_SECRET": "the secret of a job that is tested"}
+            jobs.append(launches.start(*options, script, env=env, prefix=machine.prefix))
+        ends = [job.communicate(timeout=200) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ends
+    assert "to the end" in ends[0][0]
+    for _, said in ends:
+        assert "rank 1 of 3 was ended by SIGKILL: the others go on" in said
+        assert re.search("rank 2 of 3 hangs: no rank has made progress for . s: the others go on", said)
+    assert "rank 2: the script's own code after step 4, for" in ends[1][1]
+    assert re.search("rank 0 waits in the .* of ranks 0, 2 along .*: .* of step 5", ends[1][1]), ends[1][1]
+    assert "script.py:15 in <module>" in ends[1][1]
     launches.wait_until_gone()
 
 
@@ -73,7 +179,7 @@ def test_an_endless_loop_in_a_dataset_is_found_and_takes_one_restart(launches: L
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("stop", "rank 1 of 2 is stopped: nothing has moved for"),
+        ("stop", "rank 1 of 2 is stopped: no rank has made progress for"),
         ("hook", "rank 1: forward(0, 0) of step 3, for"),
         ("save", "rank 0 waits in a step.save"),
     ],
@@ -111,7 +217,7 @@ def test_a_rank_of_a_pipeline_with_meshes_of_their_own(launches: Launches) -> No
     """)
     done = launches.run("--nproc", 4, "--hang-after", 6, script, env=ROOT)
     assert done.returncode == 124
-    assert "rank 3 of 4 hangs: nothing has moved for" in done.stderr
+    assert "rank 3 of 4 hangs: no rank has made progress for" in done.stderr
     assert "rank 3: the script's own code after step 1" in done.stderr
     assert re.search(r"rank 1 waits in the receive of .* message from rank 3 to rank 1", done.stderr)
     assert re.search(r"rank 2 waits in the all_reduce of .* of ranks 2, 3 along tp", done.stderr)

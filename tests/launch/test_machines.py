@@ -176,7 +176,8 @@ def test_a_wrong_secret_is_refused_and_the_job_goes_on(launches: Launches, sever
     assert stranger.returncode == 2
     assert "is not trusted" in error
     second = several.start(1, script, "wait")
-    assert [job.communicate(timeout=100)[1] for job in (first, second)] == ["", ""]
+    waited = first.communicate(timeout=100)[1].replace("waiting for --node-rank 1\n", "")  # on a busy machine
+    assert [waited, second.communicate(timeout=100)[1]] == ["", ""]
     launches.wait_until_gone()
 
 
@@ -231,11 +232,11 @@ LEAVES = """
     [
         (
             "shuts down",
-            "rank 0 of 3 came to mw.shutdown() after step 2, and ranks 1, 2 wait for it in step 3",
+            "rank 0 of 3 reached mw.shutdown() after step 2, and ranks 1, 2 wait for it in step 3",
         ),
         pytest.param(
             "ends",
-            "rank 0 of 3 ended with exit code 0 after step 2 while others had not come to the end",
+            "rank 0 of 3 ended with exit code 0 after step 2 while others were still running",
             marks=pytest.mark.full,
         ),
         pytest.param(

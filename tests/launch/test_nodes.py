@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.errors import LaunchError
@@ -45,15 +47,15 @@ def test_ranks_of_uneven_nodes() -> None:
 @pytest.mark.parametrize(
     ("typed", "what"),
     [
-        ({"nproc": "2,3"}, "this is one machine"),
-        ({"nnodes": "2"}, "where do they meet"),
+        ({"nproc": "2,3"}, "for several machines"),
+        ({"nnodes": "2"}, "a place to meet"),
         ({"nnodes": "two", "master_at": "a"}, "--nnodes is 'two'"),
         ({"nnodes": "4:2", "master_at": "a"}, "least and the greatest"),
         ({"nnodes": "2:", "master_at": "a"}, "--nnodes is ''"),
-        ({"nnodes": "2:4", "world": "8", "master_at": "a"}, "--nnodes 2:4 beside --world-size"),
+        ({"nnodes": "2:4", "world": "8", "master_at": "a"}, "--nnodes 2:4 together with --world-size"),
         ({"nnodes": "2:3", "nproc": "2,3", "master_at": "a"}, "--nproc of each node"),
         ({"nnodes": "3", "nproc": "2,3", "index": "0", "master_at": "a"}, "2 numbers for 3 nodes"),
-        ({"nnodes": "2", "nproc": "2,3", "master_at": "a"}, "which one this is"),
+        ({"nnodes": "2", "nproc": "2,3", "master_at": "a"}, "the place of this node"),
         ({"nnodes": "2", "world": "5", "master_at": "a"}, "not divisible"),
     ],
 )
@@ -78,6 +80,16 @@ def test_environments_that_are_half_set_or_contradict_are_refused(monkeypatch: p
     with pytest.raises(LaunchError, match="several machines, and no secret"):
         trusted(Nodes(2, "localhost"))
     assert trusted(Nodes(2, "localhost", insecure=True)) == ""
+
+
+def test_the_machine_of_the_scheduler_makes_the_secret(tmp_path: Path) -> None:
+    """It has number 0, or, where machines are not numbered, the address in --master."""
+    for number, (host, index) in enumerate((("192.0.2.1", 0), ("127.0.0.1", -1))):
+        path = tmp_path / str(number)
+        assert trusted(Nodes(2, host, index=index, secret=path)) == path.read_text().strip() != ""
+    for host, index in (("127.0.0.1", 1), ("192.0.2.1", -1)):
+        with pytest.raises(LaunchError, match="cannot read the secret"):
+            trusted(Nodes(2, host, index=index, secret=tmp_path / "none"))
 
 
 def test_cores_of_ranks() -> None:

@@ -20,8 +20,7 @@ cluster = Cluster()
 for _ in range(2):
     cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 ray.init(address=cluster.address)
-code = main(["--nnodes", "2", "--nproc", "2", *sys.argv[1:]])
-print("code", code, flush=True)
+sys.exit(main(sys.argv[1:]))
 """
 SCRIPT = """
 import os
@@ -41,7 +40,10 @@ def test_a_job_on_two_nodes_of_ray(tmp_path, code):
     files = {"cluster.py": CLUSTER, "train.py": SCRIPT}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    command = [sys.executable, str(tmp_path / "cluster.py"), str(tmp_path / "train.py"), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
-    assert f"code {code}" in done.stdout, done.stdout + done.stderr
+    words = ["--nnodes", 2, "--nproc", 2, tmp_path / "train.py", code]
+    command = [sys.executable, tmp_path / "cluster.py", *words]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
     assert "rank 0 of 4, node 0" in done.stdout + done.stderr

@@ -166,7 +166,7 @@ def ended_early(done, launches, world_size):
     assert done.returncode == 1
     first, why, *rest = done.stderr.splitlines()
     assert first == (
-        f"LaunchError: rank 1 of {world_size} ended with exit code 0 while others had not come to the end"
+        f"LaunchError: rank 1 of {world_size} ended with exit code 0 while others were still running"
     )
     assert "failed with exit code 1" in why and f"log {launches.folder / 'logs/rank1.log'}" in done.stderr
     assert "mw.shutdown()" in rest[-1]
@@ -179,12 +179,34 @@ def test_an_exit_code_is_passed_on(launches):
     assert "rank 1 of 2 failed with exit code 7" in done.stderr
 
 
+def test_a_launcher_of_which_mpi_started_several_says_that_each_has_a_job(launches):
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = launches.run("--nproc", 1, launches.script("print(1)"), env=mpi)
+    assert done.returncode == 0
+    assert done.stderr.startswith("Open MPI has started 2 launchers, and each runs a job of its own; ")
+
+
 def test_logs_of_a_failed_job_are_kept_and_named(launches):
     script = launches.script("raise SystemExit('no data')")
     done = launches.run("--nproc", 1, script, env={"TMPDIR": str(launches.folder)})
     (kept,) = launches.folder.glob("meshwright-*/rank0.log")
     assert kept.read_text() == "no data\n"
     assert f"log {kept}" in done.stderr
+
+
+def test_logs_that_an_error_names_are_kept_where_the_job_goes_well_in_the_end(launches):
+    script = launches.script("""
+        import os, pathlib
+
+        if not pathlib.Path("failed").exists() and os.environ["RANK"] == "1":
+            pathlib.Path("failed").touch()
+            raise ValueError("bad batch")
+    """)
+    done = launches.run("--nproc", 2, "--max-restarts", 1, script, env={"TMPDIR": str(launches.folder)})
+    assert done.returncode == 0, done.stderr
+    (kept,) = launches.folder.glob("meshwright-*/rank1.log")
+    assert f"log {kept}" in done.stderr
+    assert "bad batch" in kept.read_text()
 
 
 def test_logs_of_a_job_that_went_well_are_not(launches):

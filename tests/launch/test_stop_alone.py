@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
+from meshwright.launch.membership import Member
+from meshwright.launch.nodes import Nodes
+from meshwright.scheduler import client
 from tests.launch.conftest import eventually
 
 SCRIPT = """
@@ -31,7 +34,8 @@ def test_a_machine_that_is_stopped_alone_may_come_again(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
+    master = f"127.0.0.1:{port}"
     begin = [sys.executable, "-m", "meshwright.cli"]
     env = {**os.environ, "MESHWRIGHT_SECRET": "s" * 30}
     more = ["--nnodes", "2", "--max-restarts", "1"]
@@ -48,7 +52,13 @@ def test_a_machine_that_is_stopped_alone_may_come_again(tmp_path: Path) -> None:
             options = ["--master", master, "--node-id", str(number), "--stop-alone"]
             return start(*begin, "run", *more, *options, str(script))
 
+        def listens() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return True
+            return False
+
         start(*scheduler)
+        eventually(listens, "the scheduler listens: else a worker starts one, which ends with it")
         workers = [worker(0), worker(1)]
         eventually(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-1").exists(), "both ranks run")
         workers[1].send_signal(signal.SIGTERM)
@@ -61,6 +71,23 @@ def test_a_machine_that_is_stopped_alone_may_come_again(tmp_path: Path) -> None:
         )
         (tmp_path / "end").touch()
         assert [w.wait(60) for w in workers] == [0, 0]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_who_is_stopped_alone_does_not_wait_for_a_scheduler_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """A cluster may have stopped it as well. Else the others have to hear of it, if it comes again soon."""
+    calls = []
+
+    def connect(*place: object) -> socket.socket:
+        calls.append(place)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(client, "connect", connect)
+    nodes, place = Nodes(2, "127.0.0.1", index=1, stops_alone=alone), client.Place("127.0.0.1", 29400)
+    Member(nodes, place, 1, 0, "restart", tmp_path, tmp_path, lambda: True).stopped(143)
+    assert (len(calls) == 1) == alone
 
 
 def test_alone_on_one_machine_is_refused(tmp_path: Path) -> None:

@@ -47,11 +47,20 @@ def test_what_is_read() -> None:
     [
         ({**WORKER, "MS_ROLE": "MS_SERVER"}, "MS_ROLE is 'MS_SERVER'"),
         ({**WORKER, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE is MS_PSERVER, and MS_SERVER_NUM is not set"),
+        (
+            {**WORKER, "MS_SERVER_NUM": "1", "MESHWRIGHT_REPLICAS": "1"},
+            "MESHWRIGHT_REPLICAS is 1, and MS_SERVER",
+        ),
         ({**WORKER, "MS_SCHED_HOST": ""}, "MS_ROLE is set, MS_SCHED_HOST is not"),
         ({**WORKER, "MS_WORKER_NUM": ""}, "MS_ROLE is set, MS_WORKER_NUM is not"),
         ({**WORKER, "MS_SCHED_PORT": "80"}, "MS_SCHED_PORT is 80"),
         ({**WORKER, "MS_WORKER_NUM": "two"}, "MS_WORKER_NUM is 'two'"),
         (WORKER, "MS_ROLE is set, and there is no secret"),
+        (
+            {**WORKER, "MS_SCHED_HOST": "nowhere.invalid", "MESHWRIGHT_INSECURE": "1"},
+            "the host nowhere.invalid is unknown",
+        ),
+        ({"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1"}, "MS_WORKER_NUM is set, MS_ROLE is not"),
         ({**WORKER, "RANK": "0", "WORLD_SIZE": "2"}, "two launchers at once: torchrun .* and MS_ROLE"),
     ],
 )
@@ -130,6 +139,39 @@ def test_parameter_servers_are_processes_of_the_user(tmp_path: Path) -> None:
         assert [server.returncode for server in servers] == [0, 0], ends
         assert {out.split(":")[0] for out, _ in ends} == {f"parameter server {n} of 2" for n in "01"}
         assert scheduler.wait(60) == 0
+    finally:
+        cluster.end()
+
+
+@pytest.mark.procs
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_a_killed_server_begins_from_its_copy(tmp_path: Path) -> None:
+    """Nothing is on a disk: it is started again under its name, as on another machine."""
+    root = Path(__file__).parents[2]
+    settings = {
+        "MS_SERVER_NUM": "2",
+        "MESHWRIGHT_REPLICAS": "1",
+        "MS_WORKER_NUM": "1",
+        "PYTHONPATH": str(root),
+    }
+    cluster = Cluster(tmp_path, str(root / "tests/servers/elastic.py"), **settings)
+    words = ("600", "2", "0.2", str(tmp_path))
+    try:
+        cluster.start(*words, MS_ROLE="MS_SCHED")
+        servers = [cluster.start(*words, MS_ROLE="MS_PSERVER", MS_NODE_ID=node) for node in "ab"]
+        worker = cluster.start(*words, MS_NODE_ID="0")
+        assert worker.stdout is not None
+        said = [next(worker.stdout) for _ in range(8)]
+        assert said[-1].startswith("step 8 "), said
+        for killed, node in zip(servers, "ab", strict=True):
+            killed.kill()
+            killed.communicate()
+            cluster.start(*words, MS_ROLE="MS_PSERVER", MS_NODE_ID=node)
+            said += [next(worker.stdout) for _ in range(4)]
+        (tmp_path / "fast").touch()
+        out, err = worker.communicate(timeout=120)
+        assert "each sample was trained 2 times: True" in out, err
     finally:
         cluster.end()
 

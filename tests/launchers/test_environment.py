@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
 
+import pytest
+import torch.distributed as dist
+
+import meshwright as mw
 from meshwright.errors import LaunchError
 from meshwright.launchers import Launched, launched
+from meshwright.launchers.environment import one_of_several
 from meshwright.launchers.hostlist import counts, hosts
 
 OPEN_MPI = {  # 4.1.4: mpirun -n 2
@@ -60,6 +65,15 @@ def test_recorded_environments(environment: dict[str, str], found: Launched) -> 
     assert launched(environment) == found
 
 
+def test_a_launcher_that_another_one_has_started_is_one_of_several() -> None:
+    for environment, name, world in ((OPEN_MPI, "Open MPI", 2), (MPICH, "MPICH", 4)):
+        found = one_of_several(environment)
+        assert found is not None
+        assert (found.launcher, found.world) == (name, world)
+    for environment in ({}, TORCHRUN, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "x"}):
+        assert one_of_several(environment) is None
+
+
 @pytest.mark.parametrize(
     ("environment", "what"),
     [
@@ -67,6 +81,7 @@ def test_recorded_environments(environment: dict[str, str], found: Launched) -> 
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, RANK is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, WORLD_SIZE is 2"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
+        ({"RANK_ID": "1", "RANK_SIZE": "2"}, "RANK_SIZE is 2, and RANK_TABLE_FILE is not set"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK is 0, and no variable says how many"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": ""}, "RANK is set, OMPI_COMM_WORLD_SIZE is not"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "LOCAL_SIZE is 3, OMPI_COMM_WORLD_SIZE is 2"),
@@ -83,6 +98,31 @@ def test_recorded_environments(environment: dict[str, str], found: Launched) -> 
 def test_what_is_missing_or_contradicts_is_refused_by_name(environment: dict[str, str], what: str) -> None:
     with pytest.raises(LaunchError, match=what):
         launched(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ({"MASTER_PORT": "2000"}, "RANK and WORLD_SIZE are set, MASTER_ADDR is not"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "RANK and WORLD_SIZE are set, MASTER_PORT is not"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+        ({"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "2000"}, "MASTER_ADDR: .* not known"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"}, "MASTER_PORT is [0-9]+, and something else"),
+    ],
+)
+def test_where_ranks_cannot_meet_they_make_no_group(
+    environment: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        if environment.get("MASTER_PORT") == "taken":
+            environment = {**environment, "MASTER_PORT": str(listening.getsockname()[1])}
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError, match=what):
+            mw.world(2)
+    assert not dist.is_initialized()
 
 
 def test_lists_of_slurm() -> None:

@@ -75,7 +75,7 @@ def test_devices_are_named_in_the_order_of_ranks_and_unknown_ones_refused(tmp_pa
     RankTable.of({"127.0.0.1": (1, 2)}).save(path)
     with pytest.raises(LaunchError, match="no device 2"):
         with_table(path, {}, NOTHING, tmp_path)
-    with pytest.raises(LaunchError, match="--nproc beside --rank-table"):
+    with pytest.raises(LaunchError, match="--nproc together with --rank-table"):
         with_table(path, {}, {**NOTHING, "nproc": "2"}, tmp_path)
 
 

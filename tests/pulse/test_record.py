@@ -50,6 +50,23 @@ def test_the_latest_collectives_are_kept_in_their_order(mine: Pulse) -> None:
     assert sum(seen.begun.values()) == KEPT + 10
 
 
+def test_after_a_regroup_collectives_are_counted_anew_by_launched_ranks(mine: Pulse) -> None:
+    for ranks in ((0, 1, 2), (1, 2)):
+        heartbeat.begun("all_reduce", ranks, "dp")
+    with heartbeat.waiting(heartbeat.begun("all_reduce", (0, 1, 2), "dp")):
+        heartbeat.regroup((0, 2))
+    heartbeat.begun("all_gather", (0, 1), "dp")
+    seen, group = read(mine.path), Group((0, 2), "dp")
+    assert seen is not None and seen.waits is None
+    assert seen.begun == {group: 1}
+    assert seen.latest == {(group, 1): ("all_gather", "")}
+    heartbeat.regroup((0, 2, 1))  # and a group that there was before
+    entry = heartbeat.begun("all_reduce", (0, 1, 2), "dp")
+    with heartbeat.waiting(entry):
+        seen = read(mine.path)
+        assert seen is not None and seen.waits == Waits("all_reduce", Group((0, 2, 1), "dp"), 1)
+
+
 def test_a_thread_that_saves_waits_beside(mine: Pulse) -> None:
     told = heartbeat.begun("checkpoint", (0, 1), "save", "step-1")
     with heartbeat.waiting(told, beside=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
+from meshwright.runtime.rendezvous import _StoreChannel
 from meshwright.runtime.scheduler_store import SchedulerStore
 from meshwright.scheduler import messages as m
 from meshwright.scheduler.client import Client, Place
@@ -62,6 +63,24 @@ def test_a_scheduler_that_starts_again_has_kept_all_and_adds_once(tmp_path: Path
         assert client.add("0/count", 1) == 2
         client.close()
         again.close()
+
+
+def test_ranks_that_come_to_a_save_wait_for_a_scheduler_that_is_away(tmp_path: Path) -> None:
+    """As long as they wait for one another, not only as long as any other question does."""
+    with serving(path=tmp_path / "kept.sqlite") as (place, _):
+        store = SchedulerStore(place, "0/")
+        store.set("key", b"")
+    store._client.patience = 0.0
+    with pytest.raises(LaunchError, match="no scheduler answers"):
+        store.set("key", b"")
+    coming = threading.Thread(target=lambda: found.append(_StoreChannel(store, 0, 1).come("step.save", 30.0)))
+    found: list[list[int]] = []
+    coming.start()
+    coming.join(1.0)  # long enough to find nobody
+    with serving(path=tmp_path / "kept.sqlite", port=place.port):
+        coming.join(30)
+    assert found == [[]]
+    assert store._client.patience == 0.0
 
 
 def test_state_of_something_else_is_refused(tmp_path: Path) -> None:

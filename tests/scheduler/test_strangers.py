@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,13 @@ def test_a_wrong_secret_is_told_nothing_and_a_proof_is_of_use_once() -> None:
         assert ended(mirror)
 
 
+def test_who_has_no_secret_is_told_that_the_job_may_have_one() -> None:
+    with serving() as (place, _):
+        client = Client(Place(place.host, place.port, Trust()), patience=0.0)
+        with pytest.raises(LaunchError, match="--secret with that file, and not --insecure"):
+            client.get("0/key", 0.0)
+
+
 def test_who_sits_in_between_is_found_out() -> None:
     """It passes on every word, and has a certificate of its own."""
     with serving() as (place, _), socket.create_server(("127.0.0.1", 0)) as listening:
@@ -114,6 +122,24 @@ def test_who_sits_in_between_is_found_out() -> None:
         between.join(20)
 
 
+def test_another_service_is_not_taken_for_a_scheduler_with_another_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            made, _ = listening.accept()
+            with made:
+                made.recv(1000)
+                made.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        place = Place("127.0.0.1", listening.getsockname()[1], Trust(SECRET))
+        with pytest.raises(LaunchError, match="is not the scheduler") as found:
+            connect(place).close()
+        answering.join()
+    assert "does not speak TLS" in found.value.why and "MASTER_PORT" in found.value.hint
+
+
 def test_strangers_that_wait_make_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STRANGERS", 4)
     with serving() as (place, _):
@@ -132,6 +158,37 @@ def test_a_member_that_sends_garbage_is_put_out_alone() -> None:
         assert ended(bad)
         good.set("0/key", b"value")
         good.close()
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_who_is_refused_does_not_take_out_the_node_of_that_name(host: str) -> None:
+    """Neither with its Leave nor when its connection closes; so, too, while an attempt runs."""
+
+    def join(id: str, host: str) -> m.Join:
+        return m.Join(m.Node(id, host, 1), 2, 0, 0, time.time(), 0.1)
+
+    def refused(place: Place) -> None:
+        other = Client(place)
+        with pytest.raises(LaunchError, match="the node id a is taken"):
+            other.ask(join("a", host), m.Formed | m.Waiting)
+        other.ask(m.Leave("a"), m.Done)
+        other.close()
+
+    with serving() as (place, server):
+        one, two, follows = Client(place), Client(place), Client(place)
+        one.ask(join("a", "here"), m.Waiting)
+        refused(place)
+        assert [node.id for node in two.ask(join("b", "there"), m.Formed | m.Waiting).nodes] == ["a", "b"]
+        refused(place)
+        seen = follows.ask(m.Watch("a", 1, -1, 0.0), m.State)
+        assert (seen.silent, seen.over, server.members.facts.lost) == ((), False, ())
+        refused(place)
+        one.ask(m.Leave("a"), m.Done)
+        assert server.members.facts.lost == ("a",)
+        again = Client(place)  # from wherever: nobody is this node now
+        assert again.ask(join("a", "here"), m.Waiting).absent == ("b (there)",)
+        for client in (one, two, follows, again):
+            client.close()
 
 
 def test_certificates_of_a_folder_are_asked_of_both_sides(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import meshwright as mw
 from meshwright import heartbeat
 from meshwright.heartbeat import RAISED, generation
 from meshwright.launch.failure import RankEnd
-from meshwright.launch.span import Budget
+from meshwright.launch.span import Alone
 from meshwright.launch.survivors import Survivors
 
 ROWS = 10  # which few numbers of ranks divide
@@ -184,10 +184,13 @@ def main(folder: Path, count: int, restarts: int, steps: int, deaths: list[tuple
         train(folder, count, steps, mine, steps // 2 if restarts else -1)
 
     ranks: Any = Forked(folder, count, start)
-    survivors, end = Survivors(folder, ranks, count, Budget(restarts)), time.monotonic() + SECONDS
+    survivors, end = (
+        Survivors(folder, ranks, range(count), count, Alone(count, restarts)),
+        time.monotonic() + SECONDS,
+    )
     while ranks.running() and not survivors.over() and time.monotonic() < end:
         time.sleep(0.02)
-    failed = [e.rank for e in ranks.failures() if e.rank not in survivors.survived]
+    failed = [e.rank for e in ranks.failures() if e.rank not in survivors.lost]
     for rank in ranks.running():
         ranks.end(rank)
     return int(bool(failed))

@@ -18,7 +18,7 @@ import torch
 
 import meshwright as mw
 from meshwright.heartbeat.generation import JOINED
-from meshwright.launch.span import Budget
+from meshwright.launch.span import Alone
 from meshwright.launch.survivors import Survivors
 from tests.survive.job import Forked, build, loader_of, optimizer_of
 
@@ -103,7 +103,8 @@ def main(folder: Path, count: int, events: int, seed: int) -> int:
     """Run the job; 0 if all ranks have ended well."""
     start: Callable[[int, int], None] = lambda rank, life: train(folder, count)  # noqa: E731
     ranks: Any = Forked(folder, count, start)
-    survivors, end = Survivors(folder, ranks, count, Budget(2 * events)), time.monotonic() + SECONDS
+    survivors = Survivors(folder, ranks, range(count), count, Alone(count, 2 * events))
+    end = time.monotonic() + SECONDS
     breaker, last = Breaker(ranks, survivors, events, seed), folder / "last"
     while ranks.running() and not survivors.over() and time.monotonic() < end:
         if (folder / "losses0").exists():
@@ -118,7 +119,7 @@ def main(folder: Path, count: int, events: int, seed: int) -> int:
     running = ranks.running()
     for rank in running:
         ranks.end(rank)
-    failed = [e.rank for e in ranks.failures() if e.rank not in survivors.survived]
+    failed = [e.rank for e in ranks.failures() if e.rank not in survivors.lost]
     return int(bool(failed or running or breaker.left))
 
 

@@ -13,7 +13,7 @@ from meshwright.compile import captured_of
 from meshwright.heartbeat import RAISED, generation
 from meshwright.heartbeat.generation import GOES_ON, JOINED, READY, RESTARTS
 from meshwright.launch.failure import RankEnd
-from meshwright.launch.span import Budget
+from meshwright.launch.span import Alone
 from meshwright.launch.survivors import Survivors
 from meshwright.train.survive import why_not
 
@@ -47,7 +47,7 @@ class Ranks:
 
 def job(folder: Path, count: int, budget: int, able: bool = True) -> tuple[Any, Survivors]:
     ranks: Any = Ranks(folder, count)
-    survivors = Survivors(folder, ranks, count, Budget(budget))
+    survivors = Survivors(folder, ranks, range(count), count, Alone(count, budget))
     for rank in range(count) if able else ():
         generation.say(folder, rank, GOES_ON)
     return ranks, survivors
@@ -60,9 +60,9 @@ def test_a_rank_that_is_lost_and_comes_back(tmp_path, capsys):
     assert not survivors.over()
     assert survivors.now == generation.Generation(1, (0, 2))
     assert ranks.began == [(0, 2)]
-    assert (
-        "rank 1 of 3 was ended by SIGKILL: the others go on; it is started again" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "rank 1 of 3 was ended by SIGKILL: the others go on; it is started again\n  where: log " in said
+    assert f"log {tmp_path / 'rank1.log'}" in said and survivors.said_where
     assert not survivors.over()
     assert survivors.now.number == 1  # it is not ready yet
     generation.say(tmp_path, 1, GOES_ON)
@@ -96,8 +96,7 @@ def test_a_rank_that_fails_again_before_it_has_joined(tmp_path):
         ranks.codes[1] = -9
         assert not survivors.over()
     assert len(ranks.began) == 2
-    assert survivors.budget.left == 0
-    assert survivors.survived == {1}
+    assert survivors.lost == {1}
 
 
 def test_who_has_come_to_the_end_is_not_waited_for(tmp_path):
@@ -110,7 +109,7 @@ def test_who_has_come_to_the_end_is_not_waited_for(tmp_path):
     assert survivors.now.ranks == (1,)
     ranks.codes[1] = -9
     assert survivors.over()
-    assert survivors.survived == {0}  # the end of rank 1 is the job's
+    assert survivors.lost == {0}  # the end of rank 1 is the job's
 
 
 def test_what_cannot_go_on_restarts_and_says_why(tmp_path, capsys):
@@ -118,7 +117,7 @@ def test_what_cannot_go_on_restarts_and_says_why(tmp_path, capsys):
     generation.say(tmp_path, 0, RESTARTS, "ranks hold shards")
     ranks.codes[1] = -9
     assert survivors.over()
-    assert not survivors.survived
+    assert not survivors.lost
     assert capsys.readouterr().err == (
         "rank 1 of 2 was ended by SIGKILL: the others cannot go on without it; all start again, from the checkpoint\n"
         "why: ranks hold shards\n"
