@@ -8,7 +8,7 @@ killed process loses nothing; a machine without power may lose the last moments 
 from __future__ import annotations
 
 import threading
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from meshwright.errors import ServerError
@@ -28,6 +28,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._generation = max((int(p.stem) for p in folder.glob("*.log")), default=0)
         self._writing: threading.Thread | None = None
+        self._file: FileIO | None = None
         self._bytes = 0
 
     def server(self) -> Server:
@@ -40,7 +41,6 @@ class Journal:
                 good = self._repeat(path, server)
                 with path.open("r+b") as file:
                     file.truncate(good)  # what was never answered
-        self._file = self._log(self._generation).open("ab", buffering=0)
         return server
 
     def _repeat(self, path: Path, server: Server) -> int:
@@ -58,6 +58,7 @@ class Journal:
 
     def write(self, server: Server, body: object, tensors: list) -> None:
         """Write down a request that `server` has applied."""
+        self._file = self._file or self._log(self._generation).open("ab", buffering=0)
         for piece in pieces(body, tensors):  # pyright: ignore[reportArgumentType]
             done = 0
             while done < len(piece):
@@ -81,7 +82,8 @@ class Journal:
         """Begin a new file of requests, and write what was before it beside, from a copy."""
         kept = snapshots.copy(server)
         self._generation, self._bytes = self._generation + 1, 0
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._file = self._log(self._generation).open("ab", buffering=0)
         self._writing = threading.Thread(target=self._written, args=(kept, self._generation))
         self._writing.start()
@@ -95,7 +97,8 @@ class Journal:
     def close(self) -> None:
         if self._writing is not None:
             self._writing.join()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _log(self, generation: int) -> Path:
         return self.folder / f"{generation}.log"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional as F
@@ -14,24 +15,42 @@ Pull = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Lookups:
-    """Replaces `forward` of embeddings. `leaves`: the rows of the lookups since `begin`, by table, with their ids."""
+    """Replaces `forward` of embeddings. `leaves`: the rows of the lookups since `begin`, by table, with their ids.
+    `rows`: how many these lookups have asked for."""
 
     def __init__(self) -> None:
         self.leaves: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.active = False
+        self.rows = 0
+        self._there: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def begin(self) -> None:
-        self.leaves, self.active = {}, True
+    def begin(self, there: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """`there`: ids, each once and in order, and their rows of now, which need no pull."""
+        self.leaves, self.active, self.rows, self._there = {}, True, 0, there
+
+    def end(self) -> None:
+        self.leaves, self.active, self._there = {}, False, {}
 
     def gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Ids and gradients by table, of those that have any; nothing more is recorded."""
-        self.active = False
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, leaves in self.leaves.items():
-            pairs = [(ids, rows.grad) for ids, rows in leaves if rows.grad is not None]
+            pairs = [(ids, rows.grad.cpu()) for ids, rows in leaves if rows.grad is not None]
             if pairs:
                 found[name] = (torch.cat([ids for ids, _ in pairs]), torch.cat([grad for _, grad in pairs]))
-        self.leaves = {}
+        self.end()
+        return found
+
+    def _pulled(self, name: str, ids: torch.Tensor, pull: Pull) -> torch.Tensor:
+        self.rows += len(ids)
+        if name not in self._there:
+            return pull(ids)
+        known, rows = self._there[name]
+        at = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
+        missing = (known[at] != ids).nonzero().flatten()
+        found = rows.index_select(0, at)
+        if len(missing):
+            found.index_copy_(0, missing, pull(ids[missing]))
         return found
 
     def attach(self, name: str, module: torch.nn.Module, pull: Pull) -> None:
@@ -40,19 +59,28 @@ class Lookups:
         assert isinstance(weight, torch.nn.Parameter)
         device, rows_of = weight.device if not weight.is_meta else torch.device("cpu"), weight.shape[0]
         module.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"))
+        vars(module.weight).update(vars(weight))
 
         def looked_up(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+            if ids.dtype not in (torch.int64, torch.int32):  # as torch's own lookup
+                what = f"{name} is looked up with ids of {str(ids.dtype).removeprefix('torch.')}"
+                raise ServerError(what, why="an id is the number of a row", hint="ids.long()")
             unique, where = torch.unique(ids.detach().cpu().long(), return_inverse=True)
-            rows = pull(unique).to(device)
-            if self.active and torch.is_grad_enabled():
+            rows = self._pulled(name, unique, pull).to(device)
+            if torch.is_grad_enabled() and module.weight.requires_grad:
                 rows.requires_grad_()
-                self.leaves.setdefault(name, []).append((unique, rows))
+                if self.active:
+                    self.leaves.setdefault(name, []).append((unique, rows))
+                else:
+                    rows.register_hook(functools.partial(_outside, name))
             return rows, where.to(ids.device), _padding(module.padding_idx, rows_of, unique)
 
+        @torch.compiler.disable
         def embedding(input: torch.Tensor) -> torch.Tensor:
             rows, where, padding = looked_up(input)
             return F.embedding(where, rows, padding)
 
+        @torch.compiler.disable
         def bag(input: torch.Tensor, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
             rows, where, padding = looked_up(input)
             options = {"mode": module.mode, "include_last_offset": module.include_last_offset}
@@ -67,6 +95,14 @@ class Lookups:
 
         replaced = bag if isinstance(module, torch.nn.EmbeddingBag) else embedding
         module.forward = replaced  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _outside(name: str, _: torch.Tensor) -> NoReturn:
+    raise ServerError(
+        f"backward() reaches rows of {name} outside of a step",
+        why="step(batch) runs forward and backward, and pushes the gradients of its own loss",
+        hint="add it to the loss of the step; torch.no_grad() to evaluate",
+    )
 
 
 def _padding(index: Any, rows: int, unique: torch.Tensor) -> int | None:

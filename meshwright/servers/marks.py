@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,11 +44,11 @@ def on_server(
     Args:
         optimizer: A function from these parameters to their own optimizer, such as
             ``lambda p: torch.optim.SparseAdam(p, lr=0.1)``.
-        normal: The mean and standard deviation with which servers fill the values, by `seed` and row. With it, a table
-            larger than a worker's memory may be on the meta device: ``nn.Embedding(n, d, device="meta")``.
+        normal: The mean and standard deviation with which servers fill a target on the meta device, by `seed` and row.
+            So a table may be larger than a worker's memory: ``nn.Embedding(n, d, device="meta")``.
         uniform: Lower and upper bound instead.
 
-    Raises ServerError for a target that has no parameters.
+    Raises ServerError for a target that has no parameters, and for one with values that would be replaced.
     """
     if not isinstance(target, torch.nn.Module | torch.nn.Parameter):
         raise ServerError(
@@ -55,9 +56,28 @@ def on_server(
             why="modules have parameters, and a parameter is one",
             hint="mw.on_server(model.embedding)",
         )
+    if optimizer is not None and not callable(optimizer):
+        raise ServerError(
+            f"mw.on_server is given optimizer={optimizer!r}",
+            why="servers run an optimizer of their own, which a function makes",
+            hint="optimizer=lambda parameters: torch.optim.SparseAdam(parameters, lr=0.01)",
+        )
     mark = Mark(optimizer, _start(normal, uniform, seed))
+    if mark.start is not None:
+        _check_empty(target, mark.start.kind)
     setattr(target, MARK, mark)
     return target
+
+
+def _check_empty(target: torch.nn.Module | torch.nn.Parameter, kind: str) -> None:
+    """Raise ServerError for a parameter whose values would be replaced."""
+    named = [("it", target)] if isinstance(target, torch.nn.Parameter) else target.named_parameters()
+    if found := [name for name, p in named if not p.is_meta]:
+        raise ServerError(
+            f"mw.on_server is given {kind}=, and {found[0]} has values",
+            why="servers would replace them",
+            hint=f'leave out {kind}= to keep them; mw.on_server(table.to("meta"), {kind}=…) to drop them',
+        )
 
 
 def _start(normal: Any, uniform: Any, seed: Any) -> Start | None:
@@ -72,7 +92,15 @@ def _start(normal: Any, uniform: Any, seed: Any) -> Start | None:
             why="a distribution is a tuple of two numbers, a seed a whole number",
             hint="mw.on_server(table, normal=(0.0, 0.01), seed=0)",
         )
-    return Start("uniform" if normal is None else "normal", float(pair[0]), float(pair[1]), seed)
+    low, high = map(float, pair)
+    if not (math.isfinite(low) and math.isfinite(high)) or (high < 0 if uniform is None else high < low):
+        name, second = ("normal", "standard deviation") if uniform is None else ("uniform", "upper bound")
+        raise ServerError(
+            f"mw.on_server is given {name}={pair!r}",
+            why=f"both are finite numbers, and the {second} is at least {0 if uniform is None else 'the lower one'}",
+            hint="normal=(0.0, 0.01), or uniform=(-0.1, 0.1)",
+        )
+    return Start("uniform" if normal is None else "normal", low, high, seed)
 
 
 def marked(model: torch.nn.Module) -> dict[str, Mark]:
@@ -111,4 +139,26 @@ def tables(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.M
     return found
 
 
-__all__ = ["BAGS", "MARK", "Factory", "Mark", "marked", "on_server", "tables"]
+OF_ALL_BATCHES = {  # options of an embedding with which workers in step would differ from one device
+    "sparse": ("its gradients are all-reduced in full", "sparse=False, or mw.on_server of this embedding"),
+    "max_norm": ("each worker would scale the rows of its own batch, and their copies would drift apart", ""),
+    "scale_grad_by_freq": ("each worker would count the ids of its own batch", ""),
+}
+
+
+def check_all_reduced(model: torch.nn.Module, rest: Collection[str], full: Collection[str]) -> None:
+    """With several workers in step, raise ServerError for an embedding that needs the batches of all of them. `rest`:
+    parameters on no server, `full`: those on servers that are pulled in full."""
+    names = {id(p): name for name, p in model.named_parameters() if name in rest or name in full}
+    for module in model.modules():
+        name = names.get(id(module.weight), "") if isinstance(module, BAGS) else ""
+        for option, (why, hint) in OF_ALL_BATCHES.items() if name else ():
+            if getattr(module, option, None) and (name in rest or option == "scale_grad_by_freq"):
+                raise ServerError(
+                    f"{name} is looked up with {option}",
+                    why=why,
+                    hint=hint or f"leave out {option}=, or train with one worker",
+                )
+
+
+__all__ = ["BAGS", "MARK", "Factory", "Mark", "check_all_reduced", "marked", "on_server", "tables"]

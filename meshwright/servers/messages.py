@@ -6,25 +6,40 @@ number of steps that the worker has pushed before this one, which makes a push u
 
 from __future__ import annotations
 
-import msgspec
-import torch
-
-from meshwright.errors import BatchError, ServerError
-from meshwright.servers.counts import Counts
+from meshwright.servers.answers import (
+    Answer,
+    Begins,
+    Copied,
+    Dealt,
+    Declared,
+    Done,
+    Frozen,
+    Held,
+    Joined,
+    Limit,
+    Measured,
+    Message,
+    Moved,
+    Prefetched,
+    Recovered,
+    Refused,
+    Seen,
+    State,
+    Taken,
+    Tensors,
+    Values,
+    Wait,
+)
 from meshwright.servers.dealing import Position
 from meshwright.servers.shards import Options, Parameter, ShardMap
-
-Tensors = list[torch.Tensor]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Anything that is said."""
 
 
 class Declare(Message, frozen=True):
     """What a job stores. The first who says it is believed, others must say the same. `bound`: of staleness;
     `workers`: how many there are at the start, before which nobody reads. `attempt`: with a higher one, all begins
-    anew. `shares`: workers train shares of one batch, so none goes on without another."""
+    anew. `shares`: workers train shares of one batch, so none goes on without another. `life`: how often all workers
+    that did not come late were started again; with a higher one, those of before are gone. `limit`: of the norm of all
+    gradients."""
 
     job: str
     parameters: tuple[Parameter, ...]
@@ -33,6 +48,13 @@ class Declare(Message, frozen=True):
     workers: int = 1
     attempt: int = 0
     shares: bool = False
+    life: int = 0
+    limit: Limit | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether updates wait for the norm of all gradients, see `clipping.py`."""
+        return self.limit is not None and self.bound == 0
 
 
 class Fill(Message, frozen=True):
@@ -56,8 +78,19 @@ class Leave(Message, frozen=True):
     worker: int
 
 
+class Prefetch(Message, frozen=True):
+    """Tensors: for each table the ids, int64, each once. Answered at once by `Prefetched`, with rows of
+    now."""
+
+    model: str
+    map: int
+    worker: int
+    tables: tuple[str, ...]
+
+
 class Pull(Message, frozen=True):
-    """Tensors: for each table the ids, int64, each once."""
+    """Tensors: for each table the ids, int64, each once. `since`: by table, the version that the worker has; of these,
+    where in the ids rows have changed is answered before these rows."""
 
     model: str
     map: int
@@ -65,6 +98,7 @@ class Pull(Message, frozen=True):
     clock: int
     dense: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    since: dict[str, int] = {}
 
 
 class Push(Message, frozen=True):
@@ -81,6 +115,21 @@ class Push(Message, frozen=True):
     tables: tuple[str, ...] = ()
     options: dict[str, Options] = {}
     batch: str = ""
+
+
+class Measure(Message, frozen=True):
+    """Answered by `Measured` when all workers have pushed this step."""
+
+    model: str
+    clock: int
+
+
+class Clip(Message, frozen=True):
+    """Update by the gradients of a step, which have this norm, all together."""
+
+    model: str
+    clock: int
+    norm: float
 
 
 class Deal(Message, frozen=True):
@@ -103,13 +152,6 @@ class Look(Message, frozen=True):
 
 
 # Checkpoints, see `meshwright.checkpoint.of_servers`.
-class Begins(Message, frozen=True):
-    """An answer, to `Await`, as `Begin` had it."""
-
-    steps: int
-    path: str
-
-
 class Freeze(Message, frozen=True):
     """Keep a copy of all values and states as they are; in step, when all workers have pushed as many steps as this
     one. Answered by `Frozen`."""
@@ -221,151 +263,15 @@ class Recover(Message, frozen=True):
     number: int
 
 
-# Answers.
-class Done(Message, frozen=True):
-    """`repeated`: it had been done before."""
-
-    repeated: bool = False
-
-
-class Declared(Message, frozen=True):
-    """`missing`: blocks that a worker has to fill. `map`: the newest."""
-
-    model: str
-    map: ShardMap
-    missing: dict[str, tuple[int, ...]]
-
-
-class Joined(Message, frozen=True):
-    """`steps`: of an earlier job."""
-
-    clock: int
-    steps: int = 0
-
-
-class Dealt(Message, frozen=True):
-    """The first sample, and the one behind the last; both are the same where all are trained. `later`: ask again,
-    others may give theirs back."""
-
-    first: int
-    stop: int
-    later: bool = False
-
-
-class State(Message, frozen=True):
-    """What an optimizer keeps of a parameter. `shape`: None if it is that of the parameter."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...] | None
-
-
-class Frozen(Message, frozen=True):
-    """`states`: by parameter, of those that have blocks here. `samples`: of streams that are dealt here, those whose
-    updates are not in the copy."""
-
-    states: dict[str, tuple[State, ...]]
-    samples: dict[str, Position] = {}
-
-
-class Values(Message, frozen=True):
-    """Tensors: as they were asked for. `least`: the clock of the slowest worker, `updates`: how many were applied."""
-
-    least: int
-    updates: int
-
-
-class Held(Message, frozen=True):
-    clocks: dict[int, int]
-    left: dict[int, int]
-    options: dict[str, Options]
-    map: ShardMap
-    began: Begins | None = None
-
-
-class Taken(Message, frozen=True):
-    names: tuple[str, ...]
-
-
-class Recovered(Message, frozen=True):
-    """Without a `record` there is no copy."""
-
-    life: int
-    record: bytes = b""
-    names: tuple[str, ...] = ()
-
-
-class Copied(msgspec.Struct, frozen=True):
-    """The copy of a server. `server`: on which it is; `behind`: changes that it does not have yet, None: all of it."""
-
-    server: int
-    behind: int | None
-
-
-class Seen(Message, frozen=True):
-    """A server at one moment. `size_bytes`: of values and states. `waiting`: pushes that are not applied yet. `clocks`:
-    of workers; `left`: of those that are gone. `seconds`: since it was started, and how long of it it has worked.
-    `copied`: None without ``--replicas``; `copies_bytes`: of what it holds of other servers."""
-
-    job: str
-    bound: int | None
-    size_bytes: int
-    blocks: int
-    waiting: int
-    clocks: dict[int, int]
-    left: dict[int, int]
-    counts: Counts
-    seconds: tuple[float, float] = (0.0, 0.0)
-    copied: Copied | None = None
-    copies_bytes: int = 0
-
-
-class Wait(Message, frozen=True):
-    """Not yet: ask again when something has changed."""
-
-
-class Moved(Message, frozen=True):
-    """The request was split by an old map."""
-
-    map: ShardMap
-
-
-class Refused(Message, frozen=True):
-    """`batch`: it is the batch that is wrong."""
-
-    what: str
-    why: str = ""
-    hint: str = ""
-    batch: bool = False
-
-    def error(self) -> ServerError | BatchError:
-        return (BatchError if self.batch else ServerError)(self.what, why=self.why, hint=self.hint)
-
-
 Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
 Saving = Freeze | Thaw | Clear | Begin | Await
 Copying = Adopt | Recover
-Request = Declare | Fill | Join | Leave | Pull | Push | Deal | Look | Saving | Moving
+Clipping = Measure | Clip
+Request = Declare | Fill | Join | Leave | Prefetch | Pull | Push | Clipping | Deal | Look | Saving | Moving
 # what must outlive a server
-Changing = Declare | Fill | Join | Leave | Push | Deal | Clear | Begin | Hold | Allow | Resume | Give | Remap
-Answer = (
-    Done
-    | Declared
-    | Joined
-    | Dealt
-    | Values
-    | Seen
-    | Frozen
-    | Begins
-    | Held
-    | Taken
-    | Recovered
-    | Wait
-    | Moved
-    | Refused
+Changing = (
+    Declare | Fill | Join | Leave | Push | Clip | Deal | Clear | Begin | Hold | Allow | Resume | Give | Remap
 )
-
-
 __all__ = [
     "Adopt",
     "Allow",
@@ -375,6 +281,8 @@ __all__ = [
     "Begins",
     "Changing",
     "Clear",
+    "Clip",
+    "Clipping",
     "Copied",
     "Copying",
     "Deal",
@@ -391,10 +299,15 @@ __all__ = [
     "Join",
     "Joined",
     "Leave",
+    "Limit",
     "Look",
+    "Measure",
+    "Measured",
     "Message",
     "Moved",
     "Moving",
+    "Prefetch",
+    "Prefetched",
     "Pull",
     "Push",
     "Reached",

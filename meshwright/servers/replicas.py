@@ -21,7 +21,7 @@ from meshwright.errors import LaunchError, MeshwrightError, ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers import snapshots
-from meshwright.servers.meeting import Meeting
+from meshwright.servers.places import Meeting
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import RETRY_SECONDS, receive, send
 from meshwright.servers.wire import Malformed
@@ -69,7 +69,10 @@ class Copies:
                     case _:
                         if copy.owner is not made or copy.server is None or not isinstance(body, m.Changing):
                             return False
-                        reply, _ = copy.server.answer(body, tensors)
+                        try:
+                            reply, _ = copy.server.answer(body, tensors)
+                        except Exception:  # as on the server itself, which ends
+                            copy.server, reply = None, m.Wait()
                         if isinstance(reply, m.Refused | m.Wait | m.Moved):
                             return False  # it is no copy any more: the server sends all that it has
                         send(made, m.Done(), [])

@@ -20,6 +20,18 @@ class Gradients:
     options: dict[str, Options] = field(default_factory=dict)
 
 
+def mean(pushes: Sequence[Gradients]) -> Gradients:
+    """The gradients of several pushes as those of one; nothing where they have no examples."""
+    weight = sum(push.weight for push in pushes)
+    if not weight:
+        return Gradients(0.0)
+    dense = {
+        name: mean_dense(name, pushes) for name in dict.fromkeys(n for push in pushes for n in push.dense)
+    }
+    rows = {name: mean_rows(name, pushes) for name in dict.fromkeys(n for push in pushes for n in push.rows)}
+    return Gradients(weight, dense, rows, pushes[0].options)
+
+
 def mean_dense(name: str, pushes: Sequence[Gradients]) -> torch.Tensor:
     """The mean gradient of a parameter that some push has; the others count as zero."""
     if len(pushes) == 1:
@@ -46,4 +58,4 @@ def sum_rows(ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch
     return unique, torch.zeros((len(unique), *rows.shape[1:]), dtype=rows.dtype).index_add_(0, where, rows)
 
 
-__all__ = ["Gradients", "mean_dense", "mean_rows", "sum_rows"]
+__all__ = ["Gradients", "mean", "mean_dense", "mean_rows", "sum_rows"]

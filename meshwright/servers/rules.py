@@ -6,12 +6,14 @@ rule leaves a row without a gradient as it is. Otherwise the gradient is dense, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
+from msgspec import structs
 
 from meshwright.errors import ServerError, did_you_mean
-from meshwright.servers.shards import Option, Parameter
+from meshwright.servers.shards import Option, Options, Parameter
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name: getattr(torch.optim, name)
@@ -38,6 +40,39 @@ def optimizer_of(parameter: Parameter, tensor: torch.nn.Parameter) -> torch.opti
         ) from None
     check_sparse(parameter)
     return made
+
+
+def check_change(parameter: Parameter, before: Options, after: Options) -> None:
+    """Raise ServerError where an optimizer cannot go on with other options than those that it began with."""
+    changed = {name for name, value in after.items() if value != before.get(name)}
+    later = structs.replace(parameter, options={**before, **after})
+    if not changed:
+        return
+    for option in sorted(changed):
+        value = after[option]
+        if not all(map(math.isfinite, value if isinstance(value, tuple) else (value or 0,))):
+            raise ServerError(f"{parameter.name}: {option} of torch.optim.{parameter.optimizer} is {value}")
+    optimizer_of(later, _small(parameter))
+    if changed == {"lr"}:
+        return
+    tensor = _small(parameter)
+    made = optimizer_of(structs.replace(parameter, options=before), tensor)
+    try:
+        for options in (before, after):
+            made.param_groups[0].update(options)
+            gradient = torch.ones_like(tensor)
+            tensor.grad = gradient.to_sparse(1) if row_wise(parameter, later.options) else gradient
+            made.step()
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ServerError(
+            f"{parameter.name}: torch.optim.{parameter.optimizer} cannot change {', '.join(sorted(changed))}",
+            why=f"{type(error).__name__}: {error}",
+            hint="the option from the beginning, even if it is small",
+        ) from None
+
+
+def _small(parameter: Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(1, 1, dtype=getattr(torch, parameter.dtype)))
 
 
 def check_sparse(parameter: Parameter) -> None:
@@ -75,4 +110,4 @@ def _keeps_rest(parameter: Parameter, options: Mapping[str, Option]) -> bool:
     return parameter.optimizer == ONLY_SPARSE
 
 
-__all__ = ["OPTIMIZERS", "check_sparse", "optimizer_of", "row_wise"]
+__all__ = ["OPTIMIZERS", "check_change", "check_sparse", "optimizer_of", "row_wise"]

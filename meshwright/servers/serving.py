@@ -12,11 +12,11 @@ import time
 
 from msgspec import structs
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
-from meshwright.servers.meeting import Meeting
+from meshwright.servers.places import Meeting
 from meshwright.servers.replicas import Copies, Replica
 from meshwright.servers.server import Reply, Server
 from meshwright.servers.sockets import TURN_SECONDS, receive, send
@@ -89,6 +89,11 @@ class Serving:
             if self.replica is not None:
                 self.replica.close()
 
+    def has_workers(self) -> bool:
+        """Return whether a worker is connected that has not left."""
+        with self._changed:
+            return any(made in self._open for made in self._connection_of.values())
+
     def _fail(self, failure: MeshwrightError | None) -> None:
         self.failure = failure
         self.close()
@@ -118,6 +123,9 @@ class Serving:
                 send(made, *self._answer(made, body, tensors))
         except (OSError, EOFError, Malformed):
             pass  # it has gone, or is no worker
+        except Exception as error:  # what it has may be half of an update
+            said = f"{type(error).__name__}: {error}"
+            self._fail(ServerError(f"parameter server {self.server.number} has failed", why=said))
         finally:
             made.close()
             self._open.discard(made)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from meshwright.errors import ServerError
+
 BLOCKS = 64  # of a table: what 64 servers share evenly
 MOST_SERVERS = BLOCKS  # of which each has a block of every large table
 Option = bool | int | float | tuple[float, float] | None
@@ -95,6 +97,17 @@ def fingerprint(job: str, parameters: Sequence[Parameter]) -> str:
     return hashlib.blake2b(encoded, digest_size=12).hexdigest()
 
 
+def no_row(wrong: float, name: str, rows: int) -> ServerError:
+    """The error for an id beyond a table."""
+    return ServerError(
+        f"there is no row {wrong} of {name}",
+        why=f"rows count from 0 to {rows - 1}",
+        hint=f"nn.Embedding({wrong + 1}, …) or more"
+        if wrong >= 0
+        else "padding is a row as well, such as 0: padding_idx=0",
+    )
+
+
 def spread(
     parameters: Sequence[Parameter], servers: Sequence[int], before: ShardMap | None = None
 ) -> ShardMap:
@@ -140,5 +153,6 @@ __all__ = [
     "Start",
     "fingerprint",
     "moves",
+    "no_row",
     "spread",
 ]

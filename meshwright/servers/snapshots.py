@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True):
     lost: bool = False
     streams: dict[str, Stream] = {}
     batches: dict[int, dict[int, str]] = {}
+    norm: tuple[int, str] = (-1, "0x0p+0")  # in hexadecimal: JSON has neither infinity nor NaN
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def of(server: Server) -> Snapshot:
         server.lost,
         msgspec.convert(msgspec.to_builtins(server.streams), dict[str, Stream], strict=False),
         {clock: dict(told) for clock, told in server.shares.batches.items()},
+        (server.norm[0], server.norm[1].hex()),
     )
     return Snapshot(record, tensors)
 
@@ -141,6 +143,7 @@ def server_of(snapshot: Snapshot) -> Server:
     server.clocks.expected, server.counts = record.expected, record.counts
     server.streams = dict(record.streams)
     server.shares.batches = {clock: dict(told) for clock, told in record.batches.items()}
+    server.norm = record.norm[0], float.fromhex(record.norm[1])
     server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
     for name, stored in server.stored.items():
         held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}

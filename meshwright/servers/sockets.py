@@ -14,7 +14,7 @@ from meshwright.scheduler.client import Unreachable
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.local import PATIENCE_SECONDS, Requests
-from meshwright.servers.meeting import Meeting
+from meshwright.servers.places import Meeting
 from meshwright.servers.server import Reply
 from meshwright.servers.wire import Malformed, pieces, read
 
@@ -47,11 +47,15 @@ class Remote:
     """Asks servers over sockets; all requests are sent before the first answer is read."""
 
     def __init__(
-        self, meeting: Meeting, patience: float = PATIENCE_SECONDS, away: float = AWAY_SECONDS
+        self,
+        meeting: Meeting,
+        patience: float = PATIENCE_SECONDS,
+        away: float = AWAY_SECONDS,
+        silent: float | None = None,
     ) -> None:
         """`meeting`: where servers are found. `patience`: seconds to wait for other workers; `away`: for a server that
-        does not answer."""
-        self.meeting, self.patience, self.away = meeting, patience, away
+        does not answer; `silent`: for an answer over a connection, None: as long as it is open."""
+        self.meeting, self.patience, self.away, self._silent = meeting, patience, away, silent
         self._open: dict[int, socket.socket] = {}
 
     def ask(self, requests: Requests, busy: float = 0.0) -> dict[int, Reply]:
@@ -81,6 +85,7 @@ class Remote:
         try:
             if number not in self._open:
                 self._open[number] = self.meeting.call(number)
+                self._open[number].settimeout(self._silent)
             send(self._open[number], body, tensors)
         except (OSError, EOFError, Unreachable, MalformedGreeting):
             self._lost(number)
@@ -113,7 +118,7 @@ class Remote:
         )
 
     def another(self) -> Remote:
-        return Remote(self.meeting, self.patience, self.away)
+        return Remote(self.meeting, self.patience, self.away, self._silent)
 
     def __del__(self) -> None:
         for made in self._open.values():  # not by `close`: at the end of a process its modules may be gone

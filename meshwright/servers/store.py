@@ -13,7 +13,8 @@ import torch
 
 from meshwright.errors import ServerError
 from meshwright.servers.rules import optimizer_of, row_wise
-from meshwright.servers.shards import Options, Parameter
+from meshwright.servers.shards import Options, Parameter, no_row
+from meshwright.servers.versions import Versions
 
 VALUES = "values"
 
@@ -30,6 +31,7 @@ class Stored:
         self.blocks: list[int] = []
         # called before rows of `tensor` and of the state change, or with None before all of it does
         self.before_change: Callable[[torch.Tensor | None], None] | None = None
+        self._versions: Versions | None = None  # once somebody has asked for one
         self._first = torch.full((parameter.blocks,), -1, dtype=torch.int64)
 
     @property
@@ -51,9 +53,7 @@ class Stored:
         rows, size = self.parameter.rows, self.parameter.block_rows
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
             wrong = ids[(ids < 0) | (ids >= rows)][0].item()
-            raise ServerError(
-                f"there is no row {wrong} of {self.parameter.name}", why=f"rows count from 0 to {rows - 1}"
-            )
+            raise no_row(wrong, self.parameter.name, rows)
         blocks = torch.div(ids, size, rounding_mode="floor")
         first = self._first[blocks]
         if bool((first < 0).any()):
@@ -64,6 +64,19 @@ class Stored:
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of ids [n, …]."""
         return self.tensor.detach().index_select(0, self.local(ids))
+
+    def version(self) -> int:
+        """The version of all rows, for `changed`."""
+        self._versions = self._versions or Versions(len(self.tensor))
+        return self._versions.now
+
+    def changed(self, ids: torch.Tensor, version: int) -> torch.Tensor:
+        """Where in `ids` are rows that have changed since a version."""
+        return (
+            torch.arange(len(ids))
+            if self._versions is None
+            else self._versions.changed(self.local(ids), version)
+        )
 
     # ---- updates
 
@@ -108,6 +121,8 @@ class Stored:
     def _changes(self, rows: torch.Tensor | None) -> None:
         if self.before_change is not None:
             self.before_change(rows)
+        if self._versions is not None and (rows is None or not self._versions.note(rows)):
+            self._versions = None
 
     def start(self, blocks: Sequence[int], values: Callable[[range], torch.Tensor]) -> None:
         """Fill a parameter that has no blocks. `values`: of a block's rows, which are made one block after another: all

@@ -35,11 +35,12 @@ def job(
     given: Any = None,
     values: Any = values,
     shares: bool = False,
+    limit: m.Limit | None = None,
 ) -> tuple[Local, list[Worker]]:
     """Servers with values, and workers that have joined."""
     servers = Local({n: Server(n) for n in range(count)}, patience)
     held = given or parameters()
-    declare = m.Declare("job", held, spread(held, range(count)), bound, workers, shares=shares)
+    declare = m.Declare("job", held, spread(held, range(count)), bound, workers, shares=shares, limit=limit)
     made = [Worker(servers, n, declare) for n in range(workers)]
     made[0].fill(values)
     for worker in made:

@@ -162,3 +162,11 @@ def test_all_begins_anew_with_another_attempt() -> None:
     assert Worker(servers, 0, second).missing[0].keys() == {"table", "weight"}
     with pytest.raises(ServerError, match="a worker of attempt 0"):
         Worker(servers, 0, first)
+
+
+def test_nothing_is_loaded_once_workers_have_pushed() -> None:
+    servers, (worker,) = job(1)
+    worker.push(1.0, {"weight": torch.ones(3, 4)})
+    for request in (m.Clear(worker.model), m.Begin(worker.model, 0, "")):
+        answer, _ = servers.servers[0].answer(request, [])
+        assert isinstance(answer, m.Refused) and "while workers train" in answer.what

@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 import torch
+from msgspec import structs
 
 from meshwright.errors import ServerError
 from meshwright.servers import messages as m
+from meshwright.servers.moving import NOWHERE
+from meshwright.servers.same_job import check_same
 from meshwright.servers.server import Server
 from meshwright.servers.shards import Parameter, Start, moves, spread
 from meshwright.servers.starts import fill
@@ -135,6 +138,11 @@ REFUSED = {
         "a gradient of weight is",
     ),
     "too few tensors": (lambda w: m.Push(w.model, 1, 0, 0, 1.0, ("weight",)), [], "a push has 0 tensors"),
+    "a parameter twice": (
+        lambda w: m.Push(w.model, 1, 0, 0, 1.0, ("weight", "weight")),
+        [torch.ones(3, WIDTH)] * 2,
+        "a push names a parameter twice",
+    ),
     "no number": (lambda w: m.Push(w.model, 1, 0, 0, float("nan")), [], "a push of nan examples"),
     "an unknown option": (
         lambda w: m.Push(w.model, 1, 0, 0, 1.0, options={"weight": {"speed": 1.0}}),
@@ -149,12 +157,22 @@ REFUSED = {
     "other parameters": (
         lambda w: m.Declare("job", parameters("Adam"), w.map, 0),
         [],
-        "a worker has another model than the server",
+        "a worker has another model or optimizer than the server",
     ),
     "other staleness": (
         lambda w: m.Declare("job", parameters(), w.map, None),
         [],
         "staleness None is asked for",
+    ),
+    "another norm": (
+        lambda w: m.Declare("job", parameters(), w.map, 0, limit=m.Limit(2.0, outside=False)),
+        [],
+        "clip_norm=2 is asked for",
+    ),
+    "a norm where nothing is clipped": (
+        lambda w: m.Clip(w.model, 0, 1.0),
+        [],
+        "the norm of a step that does not wait for it",
     ),
     "values again": (
         lambda w: m.Fill(w.model, "table", (99,)),
@@ -162,6 +180,35 @@ REFUSED = {
         "values of block 99 of table",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"options": {"lr": 0.25}}, "weight: lr is 0.25, and 0.5 on the server"),
+        ({"shape": (4, WIDTH)}, f"weight: shape is (4, {WIDTH}), and (3, {WIDTH}) on the server"),
+        ({"optimizer": "Adam"}, "weight: optimizer is Adam, and SGD on the server"),
+        ({"name": "bias"}, "bias: only the worker has it; weight: only the server has it"),
+    ],
+)
+def test_what_differs_is_said(change, why):
+    servers, (worker,) = job(1)
+    known = next(p for p in worker.declare.parameters if p.name == "weight")
+    made = structs.replace(known, **{**change, "options": {**known.options, **change.get("options", {})}})
+    others = [p for p in worker.declare.parameters if p is not known]
+    answer, _ = servers.servers[0].answer(m.Declare("job", (*others, made), worker.map, 0), [])
+    assert isinstance(answer, m.Refused) and answer.why == why
+
+
+def test_what_differs_in_many_parameters_is_said_once():
+    known, other = (
+        m.Declare(
+            "job", tuple(Parameter(f"p{n}", (1,), "float32", "SGD", {"lr": lr}) for n in range(5)), NOWHERE, 0
+        )
+        for lr in (0.5, 0.25)
+    )
+    with pytest.raises(ServerError, match=r"p0, p1, p2 and 2 more: lr is 0\.25, and 0\.5 on the server\n"):
+        check_same(known, other)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -194,6 +241,36 @@ def test_optimizers_that_no_server_has(optimizer, options, what):
 def test_sparse_gradients_are_refused_where_they_are_not_exact():
     with pytest.raises(ServerError, match="by sparse gradients"):
         job(given=parameters("Adam", {"lr": 1.0}, sparse=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "more", "changed", "what"),
+    [
+        ("SGD", {"lr": 0.1}, {}, {"lr": -1.0}, "refuses its options"),
+        ("SGD", {"lr": 0.1}, {}, {"lr": float("nan")}, r"lr of torch\.optim\.SGD is nan"),
+        ("Adam", {"lr": 0.1, "amsgrad": False}, {}, {"amsgrad": True}, "cannot change amsgrad"),
+        ("RMSprop", {"lr": 0.1, "momentum": 0}, {}, {"momentum": 0.9}, "cannot change momentum"),
+        (
+            "Adagrad",
+            {"lr": 0.1, "weight_decay": 0},
+            {"sparse": True},
+            {"weight_decay": 0.1},
+            "by sparse gradients",
+        ),
+    ],
+)
+def test_options_with_which_an_optimizer_cannot_go_on(name, options, more, changed, what):
+    """Such an update would raise after the push was counted, and be lost."""
+    table = parameters(name, options, **more)[0]
+    servers, (worker,) = job(1, given=(table,))
+    rows = {"table": (torch.tensor([3]), torch.ones(1, WIDTH))}
+    worker.push(1.0, {}, rows)
+    before = worker.pull((), {"table": torch.arange(ROWS)})["table"].clone()
+    with pytest.raises(ServerError, match=what):
+        worker.push(1.0, {}, rows, {"table": {**options, **changed}})
+    assert torch.equal(worker.pull((), {"table": torch.arange(ROWS)})["table"], before)
+    assert servers.servers[0].clocks.of == {0: 1}
+    worker.push(1.0, {}, rows, {"table": {**options, "lr": 0.2}})
 
 
 def test_a_worker_waits_for_the_others_and_says_so():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from meshwright.servers.in_folder import running
+from meshwright.servers.places import LAUNCHER, PREFIX
 
 SCRIPT, LOSING, SAME, LARGER = (
     Path(__file__).with_name(name)
@@ -20,13 +26,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.procs
-def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path):
-    done = run(
-        "--servers", "2", "--workers", "2", "--server-state", str(tmp_path), str(SCRIPT), "kill", "move"
-    )
+@pytest.mark.parametrize("how", [(), ("clip",)])
+def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path, how):
+    words = ("--servers", "2", "--workers", "2", "--server-state", str(tmp_path))
+    done = run(*words, str(SCRIPT), "kill", "move", *how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to one device" in done.stdout
     assert done.stderr.count("ended by SIGKILL: it is started again") == 2
+    again = run(*words, str(SCRIPT))
+    assert again.returncode == 2
+    assert f"--server-state {tmp_path} has the values of another job" in again.stderr
+    assert "step.resume in the script" in again.stderr and "Traceback" not in again.stderr
 
 
 @pytest.mark.procs
@@ -74,6 +84,29 @@ def test_without_state_a_killed_server_ends_the_job():
     assert "or --server-state a killed one goes on" in done.stdout + done.stderr
 
 
+TWICE = """
+import torch
+import meshwright as mw
+
+def step():
+    net = torch.nn.Linear(2, 1)
+    return mw.parameter_server(net, lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda net, x: net(x).sum())
+
+if __name__ == "__main__":
+    step().close()
+    step()
+"""
+
+
+@pytest.mark.procs
+def test_a_second_model_does_not_get_the_values_of_the_first(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    done = run("--servers", "1", str(script))
+    assert done.returncode == 1
+    assert "has made a step on the servers of this job before" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -86,3 +119,17 @@ def test_servers_that_cannot_be(words, what):
     done = run(*words, str(SCRIPT))
     assert done.returncode != 0
     assert what in done.stderr
+
+
+def test_a_job_that_ends_while_it_is_looked_for_is_not_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in ("stays", "ends"):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+        (tmp_path / f"{PREFIX}{name}" / LAUNCHER).write_text(name.replace("stays", "1").replace("ends", "2"))
+
+    def alive(pid, _):
+        if pid == 2:
+            shutil.rmtree(tmp_path / f"{PREFIX}ends")
+
+    monkeypatch.setattr(os, "kill", alive)
+    assert running() == [tmp_path / f"{PREFIX}stays"]

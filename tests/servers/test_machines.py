@@ -15,9 +15,9 @@ from meshwright.errors import LaunchError, ServerError
 from meshwright.scheduler.client import FILE
 from meshwright.scheduler.link import PARAMETER_SERVER, SCHEDULER, call
 from meshwright.scheduler.trust import Trust
-from meshwright.servers import meeting
+from meshwright.servers import by_scheduler
 from meshwright.servers import messages as m
-from meshwright.servers.meeting import ByScheduler
+from meshwright.servers.by_scheduler import ByScheduler
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 from meshwright.servers.sockets import Remote, send
@@ -85,14 +85,14 @@ def test_machines_that_do_not_say_how_many_servers_they_start(tmp_path: Path, mo
         first, again = ByScheduler(tmp_path), ByScheduler(tmp_path)
         assert first.begin(2, "node0") == again.begin(2, "node0") == range(2)  # it has come again
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-        monkeypatch.setattr(meeting, "COUNT_SECONDS", 0.1)
+        monkeypatch.setattr(by_scheduler, "COUNT_SECONDS", 0.1)
         with pytest.raises(ServerError, match="1 of 2 machines have said how many"):
             again.count()
         assert again.begin(1, "node1") == range(2, 3)
         assert first.count() == 3
         again.want(5)
-        assert (first.more(64), [n for n in range(3, 5) if first.starts(n)]) == (range(3, 5), [4])
-        assert [n for n in range(3, 5) if again.starts(n)] == [3]
+        assert [n for n, here in first.runs(64).items() if here] == [0, 1, 4]
+        assert [n for n, here in again.runs(64).items() if here] == [2, 3]
         assert [again.beside(n) for n in range(5)] == [2, 2, 0, 0, 2]  # of the other machine
         assert first.beside(0) == 2
         for each in (first, again):

@@ -105,3 +105,70 @@ def test_two_moves_do_not_mix():
     assert transport.servers[1].allowed is None
     with pytest.raises(ServerError, match="server 0 is left out"):
         use_servers(transport, declare, (1, 2))
+
+
+class Killed(Exception):
+    pass
+
+
+class Killing(Local):
+    """Ends in the middle of a move: after so many messages, also between those of one request to all."""
+
+    def __init__(self, local: Local, messages: int) -> None:
+        super().__init__(local.servers, 60)
+        self.left, self._changed = messages, local._changed
+
+    def ask(self, requests, busy=0.0):
+        found = {}
+        for server, request in requests.items():
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            found |= super().ask({server: request}, busy)
+        return found
+
+
+def rows_of(worker: Worker, server: int, maps) -> torch.Tensor:
+    """Rows that are on a server by all maps."""
+    found = torch.ones(ROWS, dtype=torch.bool)
+    for each in maps:
+        found &= worker._owners(each, "table", torch.arange(ROWS)) == server
+    return found.nonzero().flatten()
+
+
+def train_rows(worker: Worker, ids: torch.Tensor) -> None:
+    """A step that reads from one server alone."""
+    held = worker.pull((), {"table": ids})
+    worker.push(9.0, {}, {"table": (ids, held["table"].cos())})
+
+
+def test_a_mover_that_is_killed_anywhere_begins_again_under_its_name():
+    case, messages, after = CASES[0], 0, None
+    while True:
+        transport = Local({n: Server(n) for n in range(3)}, 60)
+        declare = m.Declare("job", given(*case), spread(given(*case), range(2)), 0, 1)
+        worker = Worker(transport, 0, declare)
+        worker.fill(values)
+        worker.join()
+        train(worker, [3])
+        maps = (worker.map, spread(declare.parameters, range(3), worker.map))
+        kept = rows_of(worker, 0, maps)
+        try:
+            use_servers(Killing(transport, messages), declare, range(3), "one")
+            train_rows(worker, kept)
+            killed = False
+        except Killed:
+            killed = True
+            training = threading.Thread(target=train_rows, args=(worker, kept))
+            training.start()
+            training.join(0.1)  # it may push to some servers, and wait for others
+            use_servers(transport, declare, range(3), "one")
+            training.join()
+        train(worker, [6])
+        found = full(worker)
+        after = after or found
+        assert len(worker.map.servers) == 3 and all(torch.equal(found[name], after[name]) for name in after)
+        if not killed:
+            break
+        messages += 1
+    assert messages > 10

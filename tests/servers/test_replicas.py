@@ -12,11 +12,11 @@ import torch
 from meshwright.errors import ServerError
 from meshwright.servers import messages as m
 from meshwright.servers import snapshots
-from meshwright.servers.meeting import InFolder
+from meshwright.servers.in_folder import InFolder
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import receive, send
 from tests.servers.jobs import full
-from tests.servers.test_sockets import Job, jobs, plain, train, worker  # noqa: F401  (a fixture)
+from tests.servers.test_sockets import LIMITS, Job, jobs, plain, train, worker  # noqa: F401  (a fixture)
 
 STEPS, KILLS = 200, 20
 
@@ -26,19 +26,20 @@ def is_copied(job: Job, number: int) -> bool:
     return job.running[1 - number].copies.has(number)
 
 
-def until(found, seconds: float = 20.0) -> None:
+def until(found, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def test_killed_servers_go_on_from_their_copies(jobs):  # noqa: F811
+@LIMITS
+def test_killed_servers_go_on_from_their_copies(jobs, limit):  # noqa: F811
     """Twenty kills at any moment while two workers train: to the bit what it is without them."""
     job, chance, done = jobs(replicas=1), random.Random(0), 0
-    first = worker(job, 0, 2)
+    first = worker(job, 0, 2, limit=limit)
     threads = [
-        threading.Thread(target=lambda: train(worker(job, 1, 2), STEPS)),
+        threading.Thread(target=lambda: train(worker(job, 1, 2, limit=limit), STEPS)),
         threading.Thread(target=lambda: train(first, STEPS)),
     ]
     for thread in threads:
@@ -55,7 +56,7 @@ def test_killed_servers_go_on_from_their_copies(jobs):  # noqa: F811
     found = full(first)
     until(lambda: is_copied(job, 0) and is_copied(job, 1))
     assert [r.server.counts.applied for r in job.running] == [{0: STEPS, 1: STEPS}] * 2
-    assert all(torch.equal(found[name], value) for name, value in plain(STEPS).items())
+    assert all(torch.equal(found[name], value) for name, value in plain(STEPS, limit).items())
 
 
 def test_a_server_that_was_started_elsewhere_is_heard_no_more(jobs):  # noqa: F811

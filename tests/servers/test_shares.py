@@ -116,6 +116,13 @@ def test_workers_that_restart_train_all_batches_again():
                 for rank in (0, 1)
             ],
         ),
+        (
+            "lr",
+            [
+                f"rank {rank}: BatchError: lr of group 0 of the optimizer of step 4 differs between workers"
+                for rank in (0, 1)
+            ],
+        ),
         pytest.param(
             "values",
             [

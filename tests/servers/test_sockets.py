@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import socket
 import tempfile
@@ -21,12 +22,14 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.cli.ps import tables
-from meshwright.errors import ServerError
+from meshwright.errors import MeshwrightError, ServerError
+from meshwright.scheduler.client import FILE
 from meshwright.servers import messages as m
 from meshwright.servers import serving, snapshots
 from meshwright.servers.counts import Counts
+from meshwright.servers.in_folder import InFolder, running
 from meshwright.servers.journal import Journal
-from meshwright.servers.meeting import InFolder
+from meshwright.servers.places import LAUNCHER, PREFIX
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
 from meshwright.servers.shards import Parameter, spread
@@ -74,9 +77,19 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             server.close()
 
 
-def worker(job: Job, number: int, workers: int, name: str = "Adam", bound: int | None = 0) -> Worker:
+LIMITS = pytest.mark.parametrize("limit", [None, m.Limit(1.0, outside=False)], ids=["", "clipped"])
+
+
+def worker(
+    job: Job,
+    number: int,
+    workers: int,
+    name: str = "Adam",
+    bound: int | None = 0,
+    limit: m.Limit | None = None,
+) -> Worker:
     given = parameters(name, {"lr": 0.1})
-    declare = m.Declare("job", given, spread(given, range(len(job.running))), bound, workers)
+    declare = m.Declare("job", given, spread(given, range(len(job.running))), bound, workers, limit=limit)
     made = Worker(Remote(InFolder(job.folder), 30, 10), number, declare)
     if number == 0:
         made.fill(values)
@@ -93,17 +106,18 @@ def train(made: Worker, steps: int, before: Callable[[int], Any] = lambda _: Non
         made.push(5.0, {"weight": held["weight"].sin()}, {"table": (ids, held["table"].cos())})
 
 
-def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path):
+@LIMITS
+def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path, limit):
     """Twenty random kills while two workers train: to the bit what it is without them, each push applied once."""
     job, steps = jobs(every=4000), 40
     kills = random.Random(0).sample([(step, n) for step in range(steps) for n in (0, 1)], 20)
-    first, second = worker(job, 0, 2), None
+    first, second = worker(job, 0, 2, limit=limit), None
 
     def kill(step: int) -> None:
         for number in (n for at, n in kills if at == step):
             job.kill(number)
 
-    other = threading.Thread(target=lambda: train(worker(job, 1, 2), steps))
+    other = threading.Thread(target=lambda: train(worker(job, 1, 2, limit=limit), steps))
     other.start()
     train(first, steps, kill)
     other.join()
@@ -114,12 +128,12 @@ def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path):
     assert second.answer(m.Join("", 0, 0), [])[0] == m.Refused(
         "this server has no model yet", "", "declare it first"
     )
-    assert all(torch.equal(found[name], value) for name, value in plain(steps).items())
+    assert all(torch.equal(found[name], value) for name, value in plain(steps, limit).items())
 
 
-def plain(steps: int) -> dict[str, torch.Tensor]:
+def plain(steps: int, limit: m.Limit | None = None) -> dict[str, torch.Tensor]:
     """The same on servers in this process."""
-    _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}))
+    _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}), limit=limit)
     threads = [threading.Thread(target=train, args=(each, steps)) for each in workers]
     for thread in threads:
         thread.start()
@@ -221,28 +235,102 @@ def test_a_server_that_stays_away_is_named(jobs, tmp_path):
 
 def test_the_status_of_servers(jobs, tmp_path, monkeypatch):
     job = jobs(2)
-    InFolder(tmp_path).begin(3, "")
-    made = worker(job, 0, 1)
+    InFolder(tmp_path).begin(2, "")
+    InFolder(tmp_path).want(3)
+    (tmp_path / LAUNCHER).write_text(str(os.getpid()))
+    made = worker(job, 0, 1, "SGD")
     train(made, 3)
     told = CliRunner().invoke(app, ["ps", "status", str(tmp_path), "--json"])
+    assert told.exit_code == 1
     first, second, silent = json.loads(told.stdout).values()
     assert silent == "parameter server 2 does not answer"
     assert first["clocks"] == second["clocks"] == {"0": 3}
     assert first["counts"]["updates"] == 3
     assert first["blocks"] + second["blocks"] == 50 + 1
     assert first["counts"]["pulled_bytes"] + second["counts"]["pulled_bytes"] == 3 * (3 + 5) * WIDTH * 4
+    known = made.prefetch(made.transport, {"table": torch.arange(4)})
+    made.pull((), {"table": torch.arange(4)}, known)
     shown = CliRunner().invoke(app, ["ps", "status", str(tmp_path)])
+    assert "100 % of 4 prefetched rows had not changed" in shown.stdout
     assert "staleness 0" in shown.stdout
-    assert silent in shown.stdout
+    assert "2   does not answer" in shown.stdout
+    with socket.socket(socket.AF_UNIX) as hangs:  # it is connected, and says nothing
+        hangs.bind(str(tmp_path / "2.sock"))
+        hangs.listen()
+        monkeypatch.setattr("meshwright.cli.ps.ANSWER_SECONDS", 0.2)
+        shown = CliRunner().invoke(app, ["ps", "status", str(tmp_path)])
+    assert shown.exit_code == 1 and "2   does not answer" in shown.stdout
+    InFolder(tmp_path).want(2)
+    assert CliRunner().invoke(app, ["ps", "status", str(tmp_path)]).exit_code == 0
+
+
+def test_a_move_is_not_begun_while_a_server_hangs(jobs, tmp_path, monkeypatch):
+    job = jobs(1)
+    made = worker(job, 0, 1, "SGD")
+    (tmp_path / LAUNCHER).write_text(str(os.getpid()))
+    monkeypatch.setattr("meshwright.cli.ps.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("meshwright.cli.ps.BEGIN_SECONDS", 0.5)
+    job.running[0].close()
+    with socket.socket(socket.AF_UNIX) as hangs:
+        (tmp_path / "0.sock").unlink(missing_ok=True)
+        hangs.bind(str(tmp_path / "0.sock"))
+        hangs.listen()
+        with pytest.raises(ServerError, match="parameter server 0 does not answer"):
+            CliRunner().invoke(app, ["ps", "spread", "1", str(tmp_path)], catch_exceptions=False)
+    assert made.map.servers == (0,)
+
+
+@pytest.mark.parametrize(
+    "words", [("ps", "status"), ("ps", "spread", "2"), ("run", "--add-to", "newest", "x.py")]
+)
+def test_the_job_is_named_where_none_or_several_run(words, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(ServerError, match="no job with parameter servers runs here"):
-        CliRunner().invoke(app, ["ps", "status"], catch_exceptions=False)
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def ask(*more):
+        return CliRunner().invoke(app, [*words, *more], catch_exceptions=False)
+
+    with pytest.raises(MeshwrightError, match="no job with parameter servers runs here"):
+        ask()
+    folders = [tmp_path / f"{PREFIX}{name}" for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / LAUNCHER).write_text(str(os.getpid()))
+    with pytest.raises(
+        MeshwrightError, match=r"(?s)2 jobs with parameter servers run here: .*servers-b.*try:"
+    ):
+        ask()
+    for folder in folders:  # launchers of one job
+        (folder / FILE).write_text("{}")
+    assert len(running()) == 1
+
+
+@pytest.mark.parametrize("words", [("status",), ("spread", "2")])
+def test_a_folder_of_no_job_is_refused(words, tmp_path):
+    for text in (None, "4194305", "x"):  # none, one that has ended, and something else
+        if text is not None:
+            (tmp_path / LAUNCHER).write_text(text)
+        with pytest.raises(
+            ServerError, match=f"(?s)is no job.*no job with parameter servers runs in {tmp_path}"
+        ):
+            CliRunner().invoke(app, ["ps", *words, str(tmp_path)], catch_exceptions=False)
 
 
 def test_a_terminal_of_80_columns_shows_the_status_in_full():
     counts = Counts(updates=1_234_567, pulled_bytes=10**12, pushed_bytes=10**12)
+    declared = ("job", 0, 0, False, (), spread((), (63,)))
     big = m.Seen(
-        "job", 0, 10**12, 4096, 64, {1024: 10**7}, {7: 10**7}, counts, (10.0, 10.0), m.Copied(63, 999), 10**12
+        *declared,
+        10**12,
+        4096,
+        64,
+        {1024: 10**7},
+        {7: 10**7},
+        counts,
+        (10.0, 10.0),
+        m.Copied(63, 999),
+        10**12,
     )
     screen = Console(width=80, file=io.StringIO())
     for table in tables({63: big}):
@@ -258,4 +346,21 @@ def test_a_terminal_of_80_columns_shows_the_status_in_full():
 def test_an_answer_that_comes_late_is_one(jobs, tmp_path):
     made = worker(jobs(1), 0, 1)
     seen, _ = Remote(InFolder(tmp_path), 0.0, 0.0).ask({0: (m.Look(), [])})[0]
+    assert isinstance(seen, m.Seen)
     assert (seen.job, seen.clocks) == ("job", {made.number: 0})
+
+
+def test_a_server_that_fails_within_an_update_ends(jobs, tmp_path):
+    """It may have made half of it; and the push that it has counted would not be made again."""
+    job = jobs(1)
+    made = worker(job, 0, 1)
+    made.transport.away = 0.5
+    serving_ = job.running[0]
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("half of an update")
+
+    serving_.server._update = broken
+    with pytest.raises(ServerError, match="parameter server 0 does not answer"):
+        train(made, 1)
+    assert "RuntimeError: half of an update" in str(serving_.failure)

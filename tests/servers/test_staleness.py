@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,6 +58,30 @@ def test_random_schedules(bound, order, servers):
     for server in local.servers.values():
         assert server.counts.applied == {0: STEPS, 1: STEPS, 2: STEPS}
         assert bound is None or server.counts.oldest <= bound
+
+
+@pytest.mark.procs
+@pytest.mark.full
+@pytest.mark.parametrize("staleness", ["0", "2", "None"])
+def test_processes_of_which_one_is_four_times_slower(staleness: str) -> None:
+    script = Path(__file__).with_name("drifting.py")
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright.cli",
+        "run",
+        "--servers",
+        "2",
+        "--workers",
+        "3",
+        "--tail",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, str(script), staleness], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 read values of at most" in done.stdout
 
 
 def zeros(name: str, rows: range) -> torch.Tensor:

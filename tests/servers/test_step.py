@@ -133,6 +133,17 @@ def test_what_servers_cannot_hold(case):
         mw.parameter_server(build(), lambda p: optimizer(p, lr=0.1))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_ids_that_are_no_whole_numbers_are_refused(kind):
+    torch.manual_seed(0)
+    step = mw.parameter_server(
+        mw.on_server(kind(4, 2)), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda model, x: model(x).sum()
+    )
+    with pytest.raises(ServerError, match="ids of float32"):
+        step(torch.tensor([[2.7, 2.2]]))
+    step(torch.tensor([[2, 3]], dtype=torch.int32))
+
+
 def test_wrong_arguments():
     with pytest.raises(ServerError, match="staleness=-1"):
         mw.parameter_server(nn.Linear(2, 2), torch.optim.SGD, staleness=-1)
@@ -140,10 +151,22 @@ def test_wrong_arguments():
         mw.on_server(3)
     with pytest.raises(ServerError, match="a tuple of two numbers"):
         mw.on_server(nn.Linear(2, 2), normal=0.1)
+    with pytest.raises(ServerError, match=r"(?s)is given optimizer=3.*a function makes"):
+        mw.on_server(nn.Linear(2, 2), optimizer=3)
+    empty = nn.Linear(2, 2, device="meta")
+    for pair in ((0.0, -1.0), (0.0, float("nan")), (float("inf"), 1.0)):
+        with pytest.raises(ServerError, match=r"mw.on_server is given normal=\("):
+            mw.on_server(empty, normal=pair)
+    with pytest.raises(ServerError, match=r"(?s)given uniform=\(0.1, -0.1\).*at least the lower one"):
+        mw.on_server(empty, uniform=(0.1, -0.1))
+    for what, name in ((nn.Linear(2, 2), "weight"), (nn.Parameter(torch.ones(2)), "it")):
+        with pytest.raises(ServerError, match=f"normal=, and {name} has values"):
+            mw.on_server(what, normal=(0.0, 1.0))
     step = mw.parameter_server(
         nn.Embedding(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda m, x: m(x).sum()
     )
-    with pytest.raises(ServerError, match="there is no row 4 of weight"):
+    assert (step.rank, step.workers) == (0, 1)
+    with pytest.raises(ServerError, match=r"(?s)there is no row 4 of weight.*try:   nn\.Embedding\(5, …\)"):
         step(torch.tensor([4]))
     assert step.steps == 0
     step(torch.tensor([3]))
@@ -162,7 +185,8 @@ step = mw.parameter_server(
     torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda f, x: f(x["x"]).sum()
 )
 step({"x": torch.ones(4, 2)})
-print([name for name in ("capture", "search", "checkpoint", "compile") if f"meshwright.{name}" in sys.modules])
+late = ("capture", "search", "checkpoint", "compile", "partition")
+print([name for name in late if f"meshwright.{name}" in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

@@ -52,15 +52,22 @@ def test_batches_without_shares() -> None:
         share({"x": torch.ones(4), "weights": [torch.ones(3)]}, 0, 2)
     with pytest.raises(BatchError, match="the batch has 2 examples for 3 workers"):
         share(torch.ones(2, 5), 0, 3)
+    with pytest.raises(BatchError, match="y of the batch is no tensor"):
+        share({"x": torch.ones(4), "y": torch.ones(4).numpy()}, 0, 2)
+    with pytest.raises(BatchError, match="ids of the batch is no tensor"):
+        share({"x": torch.ones(4), "ids": [3, 1, 4, 1]}, 0, 2)
+    assert share({"x": torch.ones(4), "words": ["a", "b", "c", "d"], "sizes": (3, 2)}, 1, 2)["sizes"] == (
+        3,
+        2,
+    )
     with pytest.raises(BatchError, match="the batch has 0 examples"):
         share([3, "no tensor"], 0, 1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a mesh": (lambda: build(mesh=1), 'mesh= is given beside mode="parameter_server"'),
-    "a technique": (lambda: build(optimizer_parallel=1), "optimizer_parallel= is given beside"),
-    "clipping": (lambda: build(clip_norm=1.0), "clip_norm= is given beside"),
-    "a seed": (lambda: build(seed=1), "seed= is given beside"),
+    "a mesh": (lambda: build(mesh=1), 'mesh= is given together with mode="parameter_server"'),
+    "a technique": (lambda: build(optimizer_parallel=1), "optimizer_parallel= is given together with"),
+    "a seed": (lambda: build(seed=1), "seed= is given together with"),
     "staleness elsewhere": (
         lambda: mw.train_step(nn.Linear(3, 1), sgd, torch.ones(4, 3), loss=loss, staleness=1),
         "staleness=1 with mode=None",

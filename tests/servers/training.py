@@ -44,7 +44,9 @@ def main() -> None:
     torch.manual_seed(rank)  # the values of worker 0 count
     model = Net()
     mw.on_server(model.table)
-    step = mw.parameter_server(model, adam, loss=loss)
+    clip = 0.1 if "clip" in sys.argv else None
+    step = mw.parameter_server(model, adam, loss=loss, clip_norm=clip)
+    assert step.workers == 2
     torch.manual_seed(0)
     plain = Net()
     moved: list[Any] = []
@@ -61,6 +63,8 @@ def main() -> None:
         step((ids[mine], goals[mine]))
         own.zero_grad()
         loss(plain, (ids, goals)).backward()
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(plain.parameters(), clip) > clip
         own.step()
     for move in moved:
         assert move.wait(90)
