@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import ssl
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import aiohttp
 import kopf
 import msgspec
 
+from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
 
 Object = dict[str, Any]
@@ -57,8 +59,17 @@ class Api:
         """The job; None when there is none."""
         return await self._found(f"{JOBS}/namespaces/{namespace}/{r.PLURAL}/{name}")
 
+    async def jobs(self, namespace: str = "") -> list[Object] | None:
+        """The jobs of a namespace, or of all; None when the resource is not installed."""
+        where = f"/namespaces/{namespace}" if namespace else ""
+        answer = await self._found(f"{JOBS}{where}/{r.PLURAL}")
+        return None if answer is None else answer["items"]
+
     async def node(self, name: str) -> Object | None:
         return await self._found(f"/api/v1/nodes/{name}")
+
+    async def nodes(self, selector: str) -> list[Object]:
+        return (await self.ask("GET", "/api/v1/nodes", labelSelector=selector))["items"]
 
     async def _found(self, path: str) -> Object | None:
         try:
@@ -77,20 +88,49 @@ class Api:
         return (await self.ask("GET", path, tailLines=str(lines))).decode(errors="replace")
 
     async def create(self, object: Object) -> None:
-        """Make an object; one of its name that is there already stays."""
+        """Make an object; one of its name that is there already, and is of the same job, stays. Raises Refused."""
         version, plural = object["apiVersion"], object["kind"].lower() + "s"
         root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        path = f"{root}/namespaces/{object['metadata']['namespace']}/{plural}"
         try:
-            await self.ask("POST", f"{root}/namespaces/{object['metadata']['namespace']}/{plural}", object)
+            await self.ask("POST", path, object)
         except Refused as error:
+            if error.status == 404 and "/" in version:
+                raise Refused(404, f"the cluster has no {object['kind']} of {version}") from None
             if error.status != 409:
                 raise
+            if object["kind"] in ("Pod", "Service"):  # others have the job's uid in their names
+                await self._same_job(path, object, error)
+
+    async def _same_job(self, path: str, object: Object, conflict: Refused) -> None:
+        """Refuse an object that is there under the name of one of a job, but does not belong to it. If none is there,
+        the conflict is another one, such as that of a quota."""
+        name, job = object["metadata"]["name"], object["metadata"]["labels"][p.JOB]
+        found = await self._found(f"{path}/{name}")
+        if found is None:
+            raise conflict
+        if found["metadata"].get("labels", {}).get(p.JOB) == job:
+            return
+        kind = object["kind"].lower()
+        raise Refused(
+            409,
+            f"the {kind} {name} is there already, and not of this job: kubectl delete {kind} {name}, or give the job "
+            "another name",
+        )
 
     async def delete_pod(self, namespace: str, name: str, uid: str, *, now: bool) -> None:
         """Delete a pod, unless it has gone or another has its name."""
         grace = {"gracePeriodSeconds": 0} if now else {}
         await self._deleted(
             f"/api/v1/namespaces/{namespace}/pods/{name}", {"preconditions": {"uid": uid}, **grace}
+        )
+
+    async def service(self, namespace: str, name: str) -> Object | None:
+        return await self._found(f"/api/v1/namespaces/{namespace}/services/{name}")
+
+    async def delete_service(self, namespace: str, name: str, uid: str) -> None:
+        await self._deleted(
+            f"/api/v1/namespaces/{namespace}/services/{name}", {"preconditions": {"uid": uid}}
         )
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
@@ -115,16 +155,20 @@ def connect(info: kopf.ConnectionInfo, token: Path | None = None) -> Api:
     """An API server as kopf knows it, by a file of kubectl or the account of a pod. `token`: a file that is replaced
     from time to time."""
     headers = {"Authorization": f"{info.scheme or 'Bearer'} {info.token}"} if info.token else {}
-    tls = False if info.insecure else _tls(info)
-    connector = aiohttp.TCPConnector(ssl=tls, limit=32)
+    connector = aiohttp.TCPConnector(ssl=tls(info), limit=32)
     timeout = aiohttp.ClientTimeout(total=SECONDS)
     return Api(
         aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout), str(info.server), token
     )
 
 
-def _tls(info: kopf.ConnectionInfo) -> ssl.SSLContext:
+def tls(info: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
+    """How to trust an API server, and be trusted. Raises OSError or ValueError if its files are of no use."""
+    if info.insecure:
+        return False
     data = base64.b64decode(info.ca_data).decode() if info.ca_data else None
+    if info.ca_path:
+        Path(os.fsdecode(info.ca_path)).read_bytes()  # its error names the file; that of ssl does not
     context = ssl.create_default_context(cafile=info.ca_path, cadata=data)
     if info.certificate_path and info.private_key_path:
         context.load_cert_chain(str(info.certificate_path), str(info.private_key_path))
@@ -145,4 +189,4 @@ def _message(content: bytes) -> str:
         return content.decode(errors="replace")[:500]
 
 
-__all__ = ["Api", "Refused", "connect"]
+__all__ = ["SECONDS", "Api", "Refused", "connect", "tls"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`command`: the script and its words. `gpus`: of each pod. `queue`: of Kueue, if any."""
+    """`command`: the script and its words. `gpus`: of each worker. `queue`: of Kueue, if any. `plan`: the model to plan
+    in the cluster, for `cluster`."""
 
     name: str
     image: str
@@ -25,6 +26,9 @@ class Asked:
     ranks: int = 1
     gpus: int = 0
     queue: str = ""
+    servers: int = 0
+    plan: str = ""
+    cluster: str = ""
 
     @property
     def resources(self) -> Object:
@@ -33,9 +37,14 @@ class Asked:
 
 def parallel_job(asked: Asked) -> Object:
     """A ParallelJob, which the operator runs."""
-    workers = r.Workers(replicas=asked.workers, ranks=asked.ranks, container=asked.resources)
-    spec = r.Spec(image=asked.image, command=list(asked.command), workers=workers)
-    return _object(f"{r.GROUP}/{r.VERSION}", r.KIND, asked, msgspec.to_builtins(spec))
+    workers = r.Workers(
+        replicas=asked.workers, ranks=asked.ranks, container=asked.resources, queue=asked.queue
+    )
+    servers = r.Servers(replicas=asked.servers) if asked.servers else None
+    plan = r.Planning(model=asked.plan, cluster=asked.cluster) if asked.plan or asked.cluster else None
+    spec = r.Spec(image=asked.image, command=list(asked.command), workers=workers, servers=servers, plan=plan)
+    version, unlabelled = f"{r.GROUP}/{r.VERSION}", replace(asked, queue="")
+    return _object(version, r.KIND, unlabelled, msgspec.to_builtins(spec))
 
 
 def job_set(asked: Asked) -> Object:
@@ -138,18 +147,19 @@ def manifest(asked: Asked, controller: str = "meshwright") -> Object:
     if controller not in CONTROLLERS:
         raise LaunchError(
             f"--for is {controller!r}",
-            why=f"it is one of {', '.join(CONTROLLERS)}",
+            why=f"it must be one of {', '.join(CONTROLLERS)}",
             hint=did_you_mean(controller, list(CONTROLLERS)),
         )
     r.check_name(asked.name)
     if asked.gpus < 0:
-        raise LaunchError(f"--gpus is {asked.gpus}", why="it is at least 0")
-    if asked.queue and controller == "meshwright":
-        raise LaunchError(
-            "--queue is given for our own resource",
-            why="Kueue does not know it",
-            hint="--for jobset, or workers.gang with another scheduler",
-        )
+        raise LaunchError(f"--gpus is {asked.gpus}", why="it must be at least 0")
+    for option, given in (("--servers", asked.servers), ("--plan", asked.plan), ("--cluster", asked.cluster)):
+        if given and controller != "meshwright":
+            raise LaunchError(
+                f"{option} is for our own resource",
+                why=f"{controller} has no such role",
+                hint="--for meshwright",
+            )
     r.read_spec(parallel_job(asked)["spec"])  # the limits are the same for all of them
     return CONTROLLERS[controller](asked)
 

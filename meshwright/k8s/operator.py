@@ -1,7 +1,9 @@
 """The operator: kopf watches, and each job has one task that reads, decides, and does.
 
 An event only wakes the task of its job, which reads everything anew: nothing is remembered between two turns but when
-the log was read. Nothing is registered in the objects either, so a job can be deleted while no operator runs.
+the log was read. A list from time to time wakes jobs whose events do not come: kopf does not watch a resource that was
+installed after its start, or was deleted since. Nothing is registered in the objects either, so a job can be deleted
+while no operator runs.
 """
 
 # pyright: reportMissingImports=false
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -23,14 +26,18 @@ import kopf
 import msgspec
 from msgspec.structs import replace
 
+from meshwright.errors import LaunchError
 from meshwright.k8s import decide as d
-from meshwright.k8s import observed
+from meshwright.k8s import observed, records
 from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
-from meshwright.k8s.api import Api, Refused, connect
+from meshwright.k8s.api import SECONDS, Api, Refused, connect, tls
+from meshwright.k8s.conditions import SIGNALS
+from meshwright.k8s.read_plan import with_plan
 
 PROGRESS_SECONDS = 5.0
 LOG_LINES = 200
+SEARCH_SECONDS = 10.0
 RETRY_SECONDS = (0.1, 1.0, 5.0, 15.0)  # after an error
 TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")  # replaced about hourly
 log = logging.getLogger("meshwright.k8s")
@@ -38,10 +45,15 @@ log = logging.getLogger("meshwright.k8s")
 
 @dataclass
 class Followed:
-    """A job that has a task. `read_at`: when its log was read."""
+    """A job that has a task. `uid`: of the job as it was seen last. `read_at`: when its log was read. `refused`: what
+    the API server has said of the objects of its `generation`, which are tried again at `retry_at`."""
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    uid: str = ""
     read_at: float = 0.0
+    refused: str = ""
+    generation: int = 0
+    retry_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
 
@@ -51,6 +63,8 @@ class Operator:
     def __init__(self, api: Api) -> None:
         self.api = api
         self._jobs: dict[tuple[str, str], Followed] = {}
+        self._search: asyncio.Task[None] | None = None
+        self._installed = True
 
     def wake(self, namespace: str, name: str) -> None:
         """Something has happened to a job, or to a pod of it."""
@@ -60,8 +74,46 @@ class Operator:
             followed.task = asyncio.create_task(self._follow(key, followed), name=f"{namespace}/{name}")
         self._jobs[key].woken.set()
 
+    def search(self, namespaces: tuple[str, ...]) -> None:
+        """Begin to look for jobs from time to time. `namespaces`: empty for all of them."""
+
+        async def go_on() -> None:
+            while True:
+                try:
+                    await self.find(namespaces)
+                except Exception as error:
+                    log.warning("cannot list jobs: %s", message_of(error))
+                await asyncio.sleep(SEARCH_SECONDS)
+
+        self._search = asyncio.create_task(go_on(), name="search")
+
+    async def find(self, namespaces: tuple[str, ...] = ()) -> None:
+        """Wake the jobs that are new, changed or gone since they were seen."""
+        lists = [await self.api.jobs(namespace) for namespace in namespaces or ("",)]
+        found = {
+            (o["metadata"]["namespace"], o["metadata"]["name"]): o["metadata"]
+            for objects in lists
+            for o in objects or ()
+        }
+        if None in lists:
+            if self._installed:
+                log.warning(
+                    "the cluster has no %s.%s: kubectl apply -f deploy/crd.yaml installs it; looking for it every "
+                    "%.0f s", r.PLURAL, r.GROUP, SEARCH_SECONDS,
+                )  # fmt: skip
+            self._installed = False
+            return
+        if not self._installed:
+            log.info("the cluster has %s.%s now", r.PLURAL, r.GROUP)
+        self._installed = True
+        for key in found.keys() | self._jobs.keys():
+            seen, now = self._jobs.get(key), found.get(key, {})
+            if seen is None or (seen.uid, seen.generation) != (now.get("uid"), now.get("generation")):
+                self.wake(*key)
+
     async def close(self) -> None:
         tasks = [f.task for f in self._jobs.values() if f.task is not None]
+        tasks += [self._search] if self._search is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -79,7 +131,7 @@ class Operator:
                 failures = 0
             except Exception as error:
                 conflict = isinstance(error, Refused) and error.status == 409
-                (log.debug if conflict else log.warning)("%s/%s: %s", *key, error)
+                (log.debug if conflict else log.warning)("%s/%s: %s", *key, message_of(error))
                 found = time.time() + RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
                 failures += not conflict
             if found is False:
@@ -93,50 +145,89 @@ class Operator:
         """Look at a job once. Returns when to look again, None: at the next event, False: never, it is gone."""
         object = await self.api.job(namespace, name)
         if object is None:
+            await self._end_pods(namespace, name, followed.uid)
             return False
+        followed.uid = object["metadata"]["uid"]
         if "deletionTimestamp" in object["metadata"]:
             return None
         job = observed.job(object)
-        pods = [observed.pod(pod) for pod in await self.api.pods(namespace, f"{p.JOB}={name}")]
+        if job.generation != followed.generation:
+            followed.refused, followed.generation = "", job.generation
+        if followed.refused and time.time() < followed.retry_at:  # to say so in the status was an event, too
+            return followed.retry_at
+        job = replace(job, refused=followed.refused)
+        found = await self.api.pods(namespace, f"{p.JOB}={name}")
+        pods = [observed.pod(pod, job.owner.uid) for pod in found]
         lost: dict[str, float] = {}
         for node in observed.unsure(pods):
             since = observed.lost_since(await self.api.node(node))
             if since is not None:
                 lost[node] = since
+        job = await with_plan(self.api, job, pods)
         job, read_again = await self._with_progress(job, pods, followed)
+        if not job.status.completion_time:
+            pods = list(await asyncio.gather(*(self._with_words(namespace, pod) for pod in pods)))
         decision = d.decide(job, pods, lost, time.time())
-        before = object.get("status") or {}
-        if (status := msgspec.to_builtins(decision.status)) != before:
-            await self.api.write_status(object, status)
+        status = decision.status
+        if followed.refused:
+            status = d.refused(status, followed.refused, time.time())
+        if (new := msgspec.to_builtins(status)) != (object.get("status") or {}):
+            await self.api.write_status(object, new)
         try:
-            await self._do(job, decision.actions)
+            await self._do(job, decision)
         except Refused as error:
+            followed.refused, followed.retry_at = str(error), time.time() + RETRY_SECONDS[-1]
             await self._say(namespace, name, str(error))
-            return time.time() + RETRY_SECONDS[-1]
+            return followed.retry_at
+        if followed.refused:
+            followed.refused = ""
+            return time.time()
         return min((t for t in (decision.again, read_again) if t is not None), default=None)
 
-    async def _do(self, job: d.Job, actions: tuple[d.Action, ...]) -> None:
+    async def _do(self, job: records.Job, decision: records.Decision) -> None:
         """Deletions first, since a pod may have the name of another one; then what is new."""
-        owner, spec = job.owner, job.spec
-        gone = [a for a in actions if isinstance(a, d.Delete)]
+        owner, spec, actions = job.owner, decision.spec or job.spec, decision.actions
+        gone = [a for a in actions if isinstance(a, records.Delete)]
         for pod in gone:
             log.info("%s/%s: delete %s%s", owner.namespace, owner.name, pod.name, " now" if pod.now else "")
         await asyncio.gather(*(self.api.delete_pod(owner.namespace, a.name, a.uid, now=a.now) for a in gone))
         made: list[Any] = []
         for action in actions:
             match action:
-                case d.DeleteJob():
+                case records.DeleteJob():
                     await self.api.delete_job(owner.namespace, owner.name, owner.uid)
-                case d.CreateShared() if spec is not None:
+                case records.CreateShared() if spec is not None:
+                    await self._make_room(owner)
                     for shared in p.shared(owner, spec, action.round, secrets.token_urlsafe(32)):
                         await self.api.create(shared)
-                case d.CreateScheduler() if spec is not None:
+                case records.CreatePlanner() if job.spec is not None:
+                    made.append(p.planner(owner, job.spec, action.cluster))
+                case records.CreateScheduler() if spec is not None:
                     made.append(p.scheduler(owner, spec, action.round))
-                case d.CreateWorker() if spec is not None:
-                    made.append(p.worker(owner, spec, action.round, action.index, action.address))
+                case records.CreateServer() if spec is not None:
+                    a = action
+                    made.append(p.server(owner, spec, a.round, a.index, a.place, fresh=a.fresh))
+                case records.CreateMove() if spec is not None:
+                    made.append(p.move(owner, spec, action.round, action.count, action.place))
+                case records.CreateWorker() if spec is not None:
+                    a = action
+                    made.append(p.worker(owner, spec, a.round, a.index, a.place, a.again))
         for object in made:
             log.info("%s/%s: create %s", owner.namespace, owner.name, object["metadata"]["name"])
         await asyncio.gather(*map(self.api.create, made))
+
+    async def _make_room(self, owner: p.Owner) -> None:
+        """Delete the service of an earlier job of the same name: the cluster does so, too, but later."""
+        found = await self.api.service(owner.namespace, owner.name)
+        if found is not None and observed.owner_of(found) not in ("", owner.uid):
+            await self.api.delete_service(owner.namespace, owner.name, found["metadata"]["uid"])
+
+    async def _end_pods(self, namespace: str, name: str, uid: str) -> None:
+        """Delete the pods of a deleted job: the cluster would do so too, but may take its time. Nothing that was kept
+        (``kubectl delete --cascade=orphan``) has an owner any more."""
+        pods = await self.api.pods(namespace, f"{p.JOB}={name}") if uid else []
+        owned = [pod["metadata"] for pod in pods if observed.owner_of(pod) == uid]
+        await asyncio.gather(*(self.api.delete_pod(namespace, m["name"], m["uid"], now=False) for m in owned))
 
     async def _say(self, namespace: str, name: str, message: str) -> None:
         """Write into the status what the API server says of the job's pods."""
@@ -148,26 +239,39 @@ class Operator:
         if (new := msgspec.to_builtins(status)) != object.get("status"):
             await self.api.write_status(object, new)
 
+    async def _with_words(self, namespace: str, pod: d.Pod) -> d.Pod:
+        """A worker with the end of its log, if its script has failed."""
+        code = pod.exit_code or 0
+        if pod.role != r.WORKER.lower() or pod.phase != "Failed" or not 0 < code < SIGNALS:
+            return pod
+        try:
+            return replace(pod, said=observed.last_lines(await self.api.log(namespace, pod.name, LOG_LINES)))
+        except Refused:
+            return pod
+
     async def _with_progress(
-        self, job: d.Job, pods: list[d.Pod], followed: Followed
-    ) -> tuple[d.Job, float | None]:
-        """The job with the step and the loss that the log of its first worker names, and when to read it again."""
-        name = p.worker_name(job.owner.name, 0)
-        first = next(
-            (pod for pod in pods if pod.name == name and pod.phase in ("Running", "Succeeded")), None
-        )
+        self, job: records.Job, pods: list[d.Pod], followed: Followed
+    ) -> tuple[records.Job, float | None]:
+        """The job with the step, the loss and the attempt that the log of its first worker names, and when to read it
+        again."""
+        worker, wanted = r.WORKER.lower(), ("Running", "Succeeded")
+        own = [pod for pod in pods if (pod.role, pod.index, pod.round) == (worker, 0, job.status.round)]
+        first = next((pod for pod in own if pod.phase in wanted), None)
         if first is None or job.status.completion_time:
             return job, None
         if first.phase == "Running" and time.time() < followed.read_at + PROGRESS_SECONDS:
             return job, followed.read_at + PROGRESS_SECONDS
         followed.read_at = time.time()
         try:
-            found = observed.progress(await self.api.log(job.owner.namespace, name, LOG_LINES))
+            text = await self.api.log(job.owner.namespace, first.name, LOG_LINES)
         except Refused:
-            found = None
-        if found is not None:
-            job = replace(job, status=replace(job.status, step=found[0], loss=found[1]))
-        return job, followed.read_at + PROGRESS_SECONDS
+            text = ""
+        status = job.status
+        if (said := observed.progress(text)) is not None:
+            status = replace(status, step=said[0], loss=said[1])
+        if (begun := observed.attempt(text)) is not None:
+            status = replace(status, attempt=begun[0], attempt_after=begun[1])
+        return replace(job, status=status), followed.read_at + PROGRESS_SECONDS
 
 
 def login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
@@ -175,20 +279,47 @@ def login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo |
     return kopf.login_with_kubeconfig(settings=settings) or kopf.login_with_service_account(settings=settings)
 
 
+def message_of(error: Exception) -> str:
+    """What an error says. A timeout says nothing by itself."""
+    if isinstance(error, TimeoutError):
+        return f"the API server has not answered within {SECONDS:.0f} s"
+    return str(error) or type(error).__name__
+
+
+def _server() -> kopf.ConnectionInfo:
+    """The API server. Raises LaunchError, before kopf would try again for ever."""
+    try:
+        info = login(settings=kopf.OperatorSettings())
+        if info is not None:
+            tls(info)
+    except Exception as error:
+        file = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        missing = f"has no {error}" if isinstance(error, KeyError) else message_of(error)
+        raise LaunchError(
+            f"the operator cannot use KUBECONFIG {file}", why=missing, hint="a file with which kubectl works"
+        ) from None
+    if info is None:
+        raise LaunchError(
+            "the operator knows no API server",
+            why="there is neither KUBECONFIG, nor ~/.kube/config, nor the account of a pod",
+            hint="KUBECONFIG=FILE, with which kubectl works",
+        )
+    return info
+
+
 def run(namespaces: tuple[str, ...] = (), liveness: str | None = None) -> None:
-    """Run until a signal comes. `namespaces`: empty for all of them."""
+    """Run until a signal comes. `namespaces`: empty for all of them. Raises LaunchError."""
+    info = _server()
     registry, operators = kopf.OperatorRegistry(), list[Operator]()
     kopf.on.login(registry=registry)(login)
 
     @kopf.on.startup(registry=registry)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False  # conditions say it, and fewer rights are needed
-        settings.scanning.disabled = True
-        info = login(settings=settings)
-        if info is None:
-            raise kopf.PermanentError("no API server: neither KUBECONFIG nor the account of a pod")
+        settings.scanning.disabled = True  # `search` does it without a right to watch definitions
         token = TOKEN if TOKEN.exists() and info.token else None
         operators.append(Operator(connect(info, token)))
+        operators[0].search(namespaces)
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:

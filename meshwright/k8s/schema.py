@@ -15,6 +15,7 @@ COLUMNS = (
     ("Step", "integer", ".status.step"),
     ("Loss", "string", ".status.loss"),
     ("Restarts", "integer", ".status.restarts"),
+    ("Attempt", "string", ".status.attempt"),
     ("Age", "date", ".metadata.creationTimestamp"),
 )
 

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from tests.k8s.control_plane import NAMESPACE
+
 Object = dict[str, Any]
 NAMES = ("de_mo", "Demo", "-demo", "demo-", "1demo", "de.mo", "de mo", "d" * 46, "", "démo", "demo/x", "_")
 NO_COUNTS: tuple[Any, ...] = (
@@ -42,6 +44,33 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "spec.workers.gang": ("true", 1, [], {}, True),  # True: with no scheduler that knows it
     "spec.workers.container": (*NO_RECORDS, {"image": "y"}, {"name": "y"}, {"command": []}, {"args": ["x"]}),
     "spec.workers.pod": (*NO_RECORDS, {"containers": []}, {"restartPolicy": "Always"}, {"hostname": "h"}),
+    "spec.workers.independent": ("true", 1, [], {}, True),  # True: without servers
+    "spec.servers": (
+        *NO_RECORDS,
+        {},
+        {"replicas": 1, "copies": 1},
+        {"replicas": 2, "state": "/in/no/volume"},
+        {"replicas": 2, "state": "not/from/the/root"},
+        {"replicas": 2, "copies": 2},
+        {"replicas": 2, "copies": "1"},
+        {"replicas": 65},
+        *({"replicas": count} for count in NO_COUNTS),
+        {"replicas": 2, "container": {"image": "y"}},
+        {"replicas": 2, "pod": {"restartPolicy": "Always"}},
+    ),
+    "spec.workers.queue": ("Team", "a_b", "-a", "a.b", "a" * 64, 1, True, []),
+    "spec.plan": (
+        *NO_RECORDS,
+        {},
+        {"cluster": "cpu"},
+        {"model": ""},
+        {"model": "a b", "cluster": "cpu"},
+        {"model": "m.py:f"},  # no cluster, and no GPU
+        {"model": "m.py:f", "cluster": "h1000"},
+        {"model": "m.py:f", "cluster": "cpu", "options": "--batch 8"},
+        {"model": "m.py:f", "cluster": "cpu", "options": ["--output", "x"]},
+        {"model": "m.py:f", "cluster": "cpu", "container": {"image": "y"}},
+    ),
     "spec.scheduler": NO_RECORDS,
     "spec.scheduler.port": (0, 80, 1023, 65536, -1, "29400", 1.5, True, []),
     "spec.scheduler.container": (*NO_RECORDS, {"image": "y"}),
@@ -69,7 +98,7 @@ def good() -> Object:
     return {
         "apiVersion": "meshwright.dev/v1alpha1",
         "kind": "ParallelJob",
-        "metadata": {"name": "good", "namespace": "default"},
+        "metadata": {"name": "good", "namespace": NAMESPACE},
         "spec": {"image": "x", "command": ["t.py"], "workers": {"replicas": 1}, "scheduler": {}},
     }
 

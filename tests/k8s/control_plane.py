@@ -1,6 +1,7 @@
 """etcd, an API server, its controllers and scheduler, and nodes that run pods as processes: all on loopback.
 
-The programs come from `tools/build_kubernetes.sh`.
+The programs come from `tools/build_kubernetes.sh`. ``python -m tests.k8s.control_plane FOLDER`` runs until it is ended,
+and prints the file for kubectl.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MISSING = (
     if not (CACHE / ".complete").exists()
     else ("" if shutil.which("kubectl") else "no kubectl on PATH")
 )
+NAMESPACE = "meshwright-test"
 PATIENCE_SECONDS = 120.0
 OPERATOR = "system:serviceaccount:meshwright:meshwright-operator"
 Object = dict[str, Any]
@@ -45,11 +47,11 @@ def eventually(found: Callable[[], Any], what: str) -> Any:
 
 @dataclass
 class Cluster:
-    """`folder`: of all its files. `tokens`: of users, by name."""
+    """`folder`: of all its files. `server`: of its API. `image`: of jobs; here, commands are found on PATH."""
 
     folder: Path
-    etcd: int
-    port: int
+    server: str
+    image: str = "x"
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, *command: str | Path, **env: str) -> subprocess.Popen[bytes]:
@@ -70,27 +72,34 @@ class Cluster:
     def config(self, user: str) -> Path:
         """A file for kubectl. Its server is this one alone."""
         path = self.folder / f"{user}.json"
-        cluster = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+        cluster = {"server": self.server, "insecure-skip-tls-verify": True}
         path.write_text(json.dumps({
             "apiVersion": "v1", "kind": "Config", "current-context": "c",
             "clusters": [{"name": "c", "cluster": cluster}],
             "users": [{"name": "u", "user": {"token": f"token-of-{user}"}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "default"}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
         }))  # fmt: skip
         return path
 
+    def env(self, user: str = "admin") -> dict[str, str]:
+        """The environment of kubectl."""
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.folder),
+            "KUBECONFIG": str(self.config(user)),
+        }
+
     def kubectl(self, *words: str, given: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = ["kubectl", "--kubeconfig", str(self.config("admin")), *words]
-        env = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=60, env=env, check=False
-        )
+            ["kubectl", *words], input=given, capture_output=True, text=True, timeout=60, env=self.env(),
+            check=False,
+        )  # fmt: skip
         assert not check or done.returncode == 0, done.stderr
         return done
 
     def ask(self, method: str, path: str, body: Object | None = None) -> tuple[int, Object]:
         """Status and answer of one request of an administrator."""
-        request = urllib.request.Request(f"https://127.0.0.1:{self.port}{path}", method=method)
+        request = urllib.request.Request(f"{self.server}{path}", method=method)
         request.add_header("Authorization", "Bearer token-of-admin")
         request.add_header(
             "Content-Type", "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -142,11 +151,19 @@ class Cluster:
         command = [sys.executable, "-m", "meshwright.cli", "k8s", "operator"]
         self.start(name, *command, KUBECONFIG=str(self.config("operator")))
 
+    def end(self) -> None:
+        """Kill all of its processes."""
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes.values():
+            process.wait()
+
     def pid(self, pod: str) -> int:
         """The process of a pod."""
-        found = next(self.folder.glob(f"*/logs/default/{pod}.pid"))
+        found = next(self.folder.glob(f"*/logs/{NAMESPACE}/{pod}.pid"))
         newest = max(
-            self.folder.glob(f"*/logs/default/{pod}.pid"), key=lambda p: p.stat().st_mtime, default=found
+            self.folder.glob(f"*/logs/{NAMESPACE}/{pod}.pid"), key=lambda p: p.stat().st_mtime, default=found
         )
         return int(newest.read_text())
 
@@ -163,26 +180,22 @@ def _free_ports(count: int) -> list[int]:
 def running(folder: Path) -> Iterator[Cluster]:
     """A control plane with two nodes, the resource and the operator's rights; no operator yet."""
     etcd, peer, port = _free_ports(3)
-    cluster = Cluster(folder, etcd, port)
+    cluster = Cluster(folder, f"https://127.0.0.1:{port}")
     try:
-        _start(cluster, peer)
+        _start(cluster, etcd, peer, port)
         yield cluster
     finally:
-        for process in cluster.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in cluster.processes.values():
-            process.wait()
+        cluster.end()
 
 
-def _start(cluster: Cluster, peer: int) -> None:
+def _start(cluster: Cluster, etcd: int, peer: int, port: int) -> None:
     folder = cluster.folder
     key = folder / "accounts.key"
     subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True, timeout=60)
     tokens = folder / "tokens.csv"
     groups = "system:serviceaccounts,system:authenticated"
     tokens.write_text(f'token-of-admin,admin,1,"system:masters"\ntoken-of-operator,{OPERATOR},2,"{groups}"\n')
-    here = f"http://127.0.0.1:{cluster.etcd}"
+    here = f"http://127.0.0.1:{etcd}"
     peers = f"http://127.0.0.1:{peer}"
     cluster.start(
         "etcd", CACHE / "etcd", "--data-dir", folder / "etcd", "--listen-client-urls", here,
@@ -191,7 +204,7 @@ def _start(cluster: Cluster, peer: int) -> None:
     )  # fmt: skip
     cluster.start(
         "apiserver", CACHE / "kube-apiserver", f"--etcd-servers={here}", "--bind-address=127.0.0.1",
-        f"--secure-port={cluster.port}", "--insecure-port=0", f"--cert-dir={folder / 'certificates'}",
+        f"--secure-port={port}", "--insecure-port=0", f"--cert-dir={folder / 'certificates'}",
         f"--token-auth-file={tokens}", "--authorization-mode=RBAC", "--anonymous-auth=false",
         f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
         "--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.0.0.0/24",
@@ -201,6 +214,13 @@ def _start(cluster: Cluster, peer: int) -> None:
     eventually(
         lambda: cluster.kubectl("get", "--raw", "/readyz", check=False).stdout == "ok",
         "the API server is ready",
+    )
+    for file in ("namespace.yaml", "crd.yaml"):
+        cluster.kubectl("apply", "-f", str(ROOT / "deploy" / file))
+    cluster.kubectl("apply", "-n", "meshwright", "-f", str(ROOT / "deploy/rbac.yaml"))
+    # before the garbage collector starts, which looks for new resources every 30 s alone
+    eventually(
+        lambda: cluster.get("/apis/meshwright.dev/v1alpha1/paralleljobs") == [], "the resource is served"
     )
     config = cluster.config("admin")
     cluster.start(
@@ -212,9 +232,6 @@ def _start(cluster: Cluster, peer: int) -> None:
         "scheduler", CACHE / "kube-scheduler", f"--kubeconfig={config}", "--leader-elect=false", "--secure-port=0",
         "--port=0",
     )  # fmt: skip
-    for file in ("namespace.yaml", "crd.yaml"):
-        cluster.kubectl("apply", "-f", str(ROOT / "deploy" / file))
-    cluster.kubectl("apply", "-n", "meshwright", "-f", str(ROOT / "deploy/rbac.yaml"))
     for name in ("node-a", "node-b"):
         cluster.start_node(name)
 
@@ -230,4 +247,11 @@ def _start(cluster: Cluster, peer: int) -> None:
     eventually(all_ready, "both nodes are ready")
 
 
-__all__ = ["MISSING", "Cluster", "eventually", "running"]
+__all__ = ["MISSING", "NAMESPACE", "Cluster", "eventually", "running"]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends its processes, as Ctrl-C does
+    with running(Path(sys.argv[1])) as started:
+        print(started.config("admin"), flush=True)
+        signal.pause()

@@ -14,6 +14,7 @@ from aiohttp import web
 from meshwright.k8s.api import Api
 
 Object = dict[str, Any]
+JOBS = "/apis/meshwright.dev/v1alpha1/paralleljobs"
 
 
 class FakeServer:
@@ -25,7 +26,8 @@ class FakeServer:
         self.requests: list[tuple[str, str]] = []
         self.refuses: tuple[int, str] | None = None
         self.before_write: Any = None
-        self.log = ""
+        self.installed = True  # the definition of jobs
+        self.log: str | None = ""  # None: the node does not answer
         self._versions = count(1)
 
     def put(self, path: str, object: Object) -> None:
@@ -53,8 +55,16 @@ class FakeServer:
             key, value = request.query["labelSelector"].split("=")
             pods = [o for p, o in self.objects.items() if p.startswith(path + "/")]
             return web.json_response(
-                {"items": [o for o in pods if o["metadata"]["labels"].get(key) == value]}
+                {"items": [o for o in pods if o["metadata"].get("labels", {}).get(key) == value]}
             )
+        if method == "GET" and path == JOBS and self.installed:
+            return web.json_response({"items": [o for p, o in self.objects.items() if "/paralleljobs/" in p]})
+        if method == "GET" and path == "/api/v1/nodes":
+            return web.json_response(
+                {"items": [o for p, o in self.objects.items() if p.startswith(path + "/")]}
+            )
+        if path.endswith("/log") and self.log is None:
+            return web.json_response({"message": "no kubelet"}, status=500)
         if path.endswith("/log"):
             return web.Response(text=self.log)
         if method == "PUT":
@@ -70,7 +80,10 @@ class FakeServer:
         if method == "DELETE":
             if body["preconditions"]["uid"] != self.objects[path]["metadata"]["uid"]:
                 return web.json_response({"message": "another uid"}, status=409)
-            del self.objects[path]
+            if self.objects[path]["metadata"].get("finalizers"):
+                self.objects[path]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            else:
+                del self.objects[path]
             return web.json_response({})
         return web.json_response(copy.deepcopy(self.objects[path]))
 

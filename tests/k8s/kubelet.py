@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -32,6 +33,7 @@ Object = dict[str, Any]
 LEASE_SECONDS = 1.0
 RESTART_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)  # of a container within its pod
 PR_SET_PDEATHSIG = 1
+VARIABLE = re.compile(r"\$\((\w+)\)")  # in words of a command, as Kubernetes has it
 
 
 def now() -> str:
@@ -225,6 +227,16 @@ class Kubelet:
                 made = self.folder / "volumes" / metadata["uid"] / mount["name"]
                 made.mkdir(parents=True, exist_ok=True)
                 paths[mount["mountPath"]] = str(made)
+            elif "configMap" in volume:
+                made = self.folder / "volumes" / metadata["uid"] / mount["name"]
+                made.mkdir(parents=True, exist_ok=True)
+                name = volume["configMap"]["name"]
+                found = await self.api.ask(
+                    "GET", f"/api/v1/namespaces/{metadata['namespace']}/configmaps/{name}"
+                )
+                for file, text in found["data"].items():
+                    (made / file).write_text(text)
+                paths[mount["mountPath"]] = str(made)
 
         def local(text: str) -> str:
             for path, real in paths.items():
@@ -250,19 +262,26 @@ class Kubelet:
             env[variable["name"]] = local(value)
         words = [*container.get("command", []), *container.get("args", [])]
         where = container.get("workingDir")
-        return env, [local(word) for word in words], local(where) if where else None
+        given = {variable["name"] for variable in container.get("env", [])}
+
+        def expanded(word: str) -> str:
+            return VARIABLE.sub(lambda found: env[found[1]] if found[1] in given else found[0], word)
+
+        return env, [expanded(local(word)) for word in words], local(where) if where else None
 
     async def report(self, pod: Running, phase: str, state: Object) -> None:
         metadata, container = pod.object["metadata"], pod.object["spec"]["containers"][0]
         ready = "True" if "running" in state else "False"
         condition = {"status": ready, "lastTransitionTime": now()[:19] + "Z"}
+        ours = ("Ready", "ContainersReady")
+        others = [c for c in pod.object["status"].get("conditions", []) if c["type"] not in ours]
         status = {
             "phase": phase,
             "podIP": pod.address,
             "podIPs": [{"ip": pod.address}],
             "hostIP": "127.0.0.1",
             "startTime": now()[:19] + "Z",
-            "conditions": [{"type": kind, **condition} for kind in ("Ready", "ContainersReady")],
+            "conditions": [*others, *({"type": kind, **condition} for kind in ours)],
             "containerStatuses": [
                 {
                     "name": container["name"], "image": container["image"], "imageID": "", "ready": ready == "True",

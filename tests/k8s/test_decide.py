@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from meshwright.k8s import decide as d
 from meshwright.k8s import pods as p
+from meshwright.k8s import records
 from meshwright.k8s import resource as r
+from tests.k8s.kueue import Kueue, Seen
 
 OWNER = p.Owner(name="demo", namespace="default", uid="u")
 
@@ -37,12 +39,43 @@ class Cluster:
     made: list[str] = field(default_factory=list)
     uids: Any = field(default_factory=lambda: count(1))
     again: float | None = None
+    restarted: str = ""  # why, at any time
+    began: bool = False  # workers were created
+    fresh: dict[str, bool] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # of groups, by their round
+    plan: records.PlanFacts = field(default_factory=records.PlanFacts)
+    kueue: Kueue = field(default_factory=lambda: Kueue(room=100))
+
+    def queue(self) -> None:
+        """Be Kueue, once."""
+
+        def seen(pod: d.Pod) -> Seen:
+            group = "" if self.spec.workers.independent else f"{pod.round}"
+            placed = not pod.gated and pod.phase not in d.DONE
+            return Seen(
+                pod.uid, group, self.sizes.get(pod.round, 1) if group else 1, int(pod.uid), pod.phase, pod.deleting,
+                pod.held, placed,
+            )  # fmt: skip
+
+        released, admitted = self.kueue.look(
+            [seen(pod) for pod in self.pods.values() if pod.role == "worker" and self.spec.workers.queue]
+        )
+        for name, pod in list(self.pods.items()):
+            if pod.uid in released:
+                self.pods[name] = replace(pod, held=False)
+                if pod.deleting and pod.phase in d.DONE:
+                    del self.pods[name]
+            elif pod.uid in admitted and pod.gated:
+                self.pods[name] = replace(pod, gated=False, phase="Running")
 
     def settle(self, crash_after: int | None = None) -> None:
         """Decide until there is nothing left to do."""
         for _ in range(20):
-            job = d.Job(owner=OWNER, spec=self.spec, status=self.status)
+            job = d.Job(owner=OWNER, spec=self.spec, status=self.status, plan=self.plan)
             decision = d.decide(job, list(self.pods.values()), self.lost, self.now)
+            self.restarted += "".join(
+                c.message for c in decision.status.conditions if c.reason == "Restarting"
+            )
             same, self.status, self.again = decision.status == self.status, decision.status, decision.again
             for action in decision.actions[:crash_after]:
                 self._do(action)
@@ -56,29 +89,46 @@ class Cluster:
         match action:
             case d.CreateShared():
                 self.shared += 1
+            case records.CreatePlanner():
+                self._start("demo-plan", "plan", 0, 0, plan=p.plan_revision(self.spec), phase="Pending")
             case d.CreateScheduler():
                 self._start("demo-scheduler", "scheduler", action.round, 0)
+            case records.CreateServer():
+                assert not any(pod.role == "worker" for pod in self.pods.values()) or self.began
+                self._start(f"demo-server-{action.index}", "server", action.round, action.index)
+                self.fresh[f"demo-server-{action.index}"] = action.fresh
+            case records.CreateMove():
+                self._start("demo-move", "move", action.round, action.count)
             case d.CreateWorker():
-                assert action.address == self.pods["demo-scheduler"].address
-                self._start(f"demo-worker-{action.index}", "worker", action.round, action.index)
+                assert action.place.address == self.pods["demo-scheduler"].address
+                assert action.place.servers == self.status.servers.first
+                self.began = True
+                name = p.worker_name("demo", action.index, action.again)
+                queued = {"held": True, "gated": True, "phase": "Pending"} if self.spec.workers.queue else {}
+                self.sizes[action.round] = self.status.replica_statuses["Worker"].replicas
+                self._start(name, "worker", action.round, action.index, **queued)
             case d.Delete():
                 pod = self.pods.get(action.name)
                 if pod is None or pod.uid != action.uid:
                     return
-                if action.now or pod.phase in d.DONE or not (self.slow or pod.node in self.lost):
+                if pod.held:
+                    lives = pod.phase not in d.DONE and (pod.node in self.lost or self.slow)
+                    phase = pod.phase if lives or pod.phase in d.DONE else "Failed"
+                    self.pods[action.name] = replace(pod, deleting=True, phase=phase)
+                elif action.now or pod.phase in d.DONE or not (self.slow or pod.node in self.lost):
                     del self.pods[action.name]
                 else:
                     self.pods[action.name] = replace(pod, deleting=True)
             case d.DeleteJob():
                 self.deleted = True
 
-    def _start(self, name: str, role: str, round: int, index: int) -> None:
+    def _start(self, name: str, role: str, round: int, index: int, **more: Any) -> None:
         if name in self.pods:  # as the API server: a name is there once
             return
         self.made.append(name)
         self.pods[name] = d.Pod(
             name=name, uid=f"{next(self.uids)}", role=role, index=index, round=round,
-            phase="Running", address="10.0.0.1", node=self.node, ready=True,
+            address="10.0.0.1", node=self.node, ready=True, **{"phase": "Running"} | more,
         )  # fmt: skip
 
     def end(self, name: str, code: int) -> None:
@@ -238,6 +288,45 @@ def test_pods_of_a_lost_node_go_elsewhere_by_force_after_a_while():
     assert cluster.status.restarts == 1
 
 
+def on_a_lost_node(cluster: Cluster, *names: str) -> None:
+    for name in names:
+        cluster.pods[name] = replace(cluster.pods[name], node="b", ready=False)
+    cluster.lost = {"b": cluster.now}
+
+
+def test_a_lost_node_is_one_restart_however_many_pods_it_had():
+    cluster = running(4, backoff_limit=1)
+    on_a_lost_node(cluster, "demo-worker-2", "demo-worker-3")
+    cluster.now += 30
+    cluster.settle()
+    assert cluster.made == ["demo-worker-2", "demo-worker-3"]
+    assert (cluster.status.state, cluster.status.restarts) == ("Running", 1)
+    for name in cluster.made:  # that fail within one look
+        cluster.end(name, 137)
+    cluster.settle()
+    assert (cluster.status.state, cluster.status.restarts) == ("Failed", 2)
+
+
+def test_the_pods_of_a_lost_node_are_deleted_by_force_after_the_end_too():
+    cluster = running(4, backoff_limit=0)
+    on_a_lost_node(cluster, "demo-worker-2", "demo-worker-3")
+    cluster.now += 30
+    cluster.settle()
+    assert (cluster.status.state, set(cluster.pods)) == ("Failed", set())
+
+
+@pytest.mark.parametrize("ends", [{"suspend": True}, {"active_deadline_seconds": 1}])
+def test_a_job_that_stops_looks_again_when_its_lost_node_is_given_up(ends):
+    cluster = running()
+    on_a_lost_node(cluster, "demo-worker-1")
+    cluster.spec, cluster.now = replace(cluster.spec, **ends), cluster.now + 10
+    cluster.settle()
+    assert set(cluster.pods) == {"demo-worker-1", "demo-scheduler"} and cluster.again == cluster.now + 20
+    cluster.now += 20
+    cluster.settle()
+    assert not cluster.pods
+
+
 @pytest.mark.parametrize("how", ["gone", "failed", "node"])
 def test_a_lost_scheduler_begins_another_round(how):
     cluster = running()
@@ -250,7 +339,7 @@ def test_a_lost_scheduler_begins_another_round(how):
     cluster.settle()
     assert (cluster.status.round, cluster.status.restarts, cluster.status.state) == (
         2,
-        1 + 2 * (how == "node"),
+        1,
         "Running",
     )
     assert {pod.round for pod in cluster.pods.values()} == {2} and len(cluster.pods) == 3
@@ -269,3 +358,18 @@ def test_only_what_pods_depend_on_begins_another_round():
     cluster.spec = replace(cluster.spec, ttl_seconds_after_finished=5, clean_pod_policy="All")
     cluster.settle()
     assert cluster.status.round == 1 and not cluster.made
+
+
+def test_an_operator_of_a_later_version_leaves_the_pods_of_a_job_alone():
+    """The revision in the status of a job that the first operator has started."""
+    given = {
+        "image": "i:1",
+        "command": ["train.py", "--lr", "1"],
+        "workers": {"replicas": 4, "ranks": 8, "pod": {"nodeSelector": {"a": "b"}}},
+        "servers": {"replicas": 2, "copies": 1},
+        "scheduler": {"port": 29500},
+        "backoffLimit": 3,
+    }
+    cluster = Cluster(r.read_spec(given))
+    cluster.settle()
+    assert cluster.status.revision == "df837e83d4af"

@@ -36,7 +36,13 @@ spec:
     Scheduler:
       replicas: 1
       restartPolicy: Never
-      template: {spec: {containers: [{name: mindspore, image: i:1, command: [python, train.py]}]}}
+      template:
+        spec:
+          containers:
+          - name: mindspore
+            image: i:1
+            command: [python, /root/train.py, --data_path=/data, --epochs=1]
+            ports: [{containerPort: 2222, name: msjob-port}]
     Worker:
       replicas: 4
       restartPolicy: Never
@@ -48,7 +54,7 @@ spec:
             image: i:1
             imagePullPolicy: IfNotPresent
             command: [/bin/bash, -c, "python -s /root/train.py --data_path=/data --epochs=1"]
-            ports: [{containerPort: 2222, name: msjob-port}]
+            ports: [{containerPort: 2222, name: msjob-port}, {containerPort: 9090, name: metrics}]
             volumeMounts: [{name: data, mountPath: /data}]
             env: [{name: GLOG_v, value: "1"}]
 """)
@@ -68,7 +74,8 @@ def test_a_job_of_mindspore():
                 "container": {
                     "imagePullPolicy": "IfNotPresent",
                     "volumeMounts": [{"name": "data", "mountPath": "/data"}],
-                    "env": [{"name": "GLOG_v", "value": "1"}],
+                    "env": [{"name": "GLOG_v", "value": "1"}, {"name": "PYTHONNOUSERSITE", "value": "1"}],
+                    "ports": [{"containerPort": 9090, "name": "metrics"}],
                 },
                 "pod": {"volumes": [{"name": "data", "hostPath": {"path": "/data"}}]},
             },
@@ -78,10 +85,21 @@ def test_a_job_of_mindspore():
     }
 
 
-def test_servers_of_mindspore_run_beside_the_workers():
+def test_servers_of_mindspore_are_servers():
     job = copy.deepcopy(MSJOB)
-    job["spec"]["msReplicaSpecs"]["PS"] = {**job["spec"]["msReplicaSpecs"]["Worker"], "replicas": 8}
-    assert convert(job)["spec"]["command"][:3] == ["--servers", "2", "/root/train.py"]
+    worker = job["spec"]["msReplicaSpecs"]["Worker"]
+    job["spec"]["msReplicaSpecs"]["PS"] = {**worker, "replicas": 3}
+    spec = convert(job)["spec"]
+    assert spec["servers"] == {
+        "replicas": 3,
+        "container": spec["workers"]["container"],
+        "pod": spec["workers"]["pod"],
+    }
+    other = copy.deepcopy(worker)
+    other["template"]["spec"]["containers"][0]["image"] = "i:2"
+    job["spec"]["msReplicaSpecs"]["PS"] = other
+    with pytest.raises(LaunchError, match="another image or command than Worker"):
+        convert(job)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -94,6 +112,13 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return job
 
 
+WORKER, SCHEDULER = (f"spec.msReplicaSpecs.{role}" for role in ("Worker", "Scheduler"))
+
+
+def containers(image: str, *options: str) -> list[dict[str, Any]]:
+    return [{"name": "mindspore", "image": image, "command": ["python", *options, "other.py"]}]
+
+
 TEMPLATE = {
     "spec": {
         "containers": [{"name": "mindspore", "image": "i", "command": ["bash", "-c", "cd /x && python t.py"]}]
@@ -104,14 +129,42 @@ TEMPLATE = {
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("kind", "Job", "no MSJob but 'Job'"),
-        ("metadata.name", "wide_deep", "'wide_deep' cannot be"),
+        ("kind", "Job", "not an MSJob but 'Job'"),
+        ("metadata.name", "wide_deep", "'wide_deep' cannot name"),
         ("spec.msReplicaSpecs.Wroker", {}, "has Wroker"),
-        ("spec.msReplicaSpecs.PS", {"replicas": 3}, "3 PS beside 4 workers"),
-        ("spec.msReplicaSpecs.Worker.replicas", -1, "no ParallelJob"),
-        ("spec.msReplicaSpecs.Worker.template", TEMPLATE, "a program of a shell"),
+        ("spec.msReplicaSpecs.PS", {"replicas": 3}, "spec.msReplicaSpecs.PS.template is None"),
+        ("spec.msReplicaSpecs.Worker.replicas", -1, "not a ParallelJob"),
+        ("spec.msReplicaSpecs.Worker.template", TEMPLATE, "a shell script"),
         ("spec.runPolicy.schedulingPolicy", {"minAvailable": 3}, "schedulingPolicy"),
         ("spec.successPolicy", "Most", "successPolicy is 'Most'"),
+        (f"{WORKER}.template.metadata", {"annotations": {"a": "b"}}, "template.metadata has annotations"),
+        (f"{WORKER}.template.metadata", {"labels": {"a": "b"}}, "template.metadata has labels"),
+        (f"{WORKER}.template.spec.hostname", "h", "template.spec has hostname"),
+        (f"{WORKER}.template.spec.restartPolicy", "Always", "template.spec.restartPolicy is not"),
+        (
+            f"{SCHEDULER}.restartPolicy",
+            "Always",
+            "Scheduler.restartPolicy is 'Always', and that of Worker 'Never'",
+        ),
+        (f"{SCHEDULER}.replicas", 2, "Scheduler.replicas is not 1"),
+        (
+            f"{SCHEDULER}.template.spec.containers",
+            containers("i:2"),
+            "Scheduler has another image or command",
+        ),
+        (
+            f"{SCHEDULER}.template.spec.containers",
+            containers("i:1"),
+            "Scheduler has another image or command",
+        ),
+        (f"{WORKER}.template.spec.containers", containers("i:1", "-E"), "has Python's option -E"),
+        (
+            "spec.runPolicy.cleanPodPolicy",
+            "none",
+            "cleanPodPolicy is 'none'\\n.*must be one of 'Running', 'All', 'None'",
+        ),
+        ("metadata.finalizers", ["x"], "metadata has finalizers"),
+        ("extra", 1, "the MSJob has extra"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(path, value, says):
@@ -131,6 +184,12 @@ def test_manifests_for_every_controller():
     assert made["trainjob"]["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
     groups = made["rayjob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert [group["replicas"] for group in groups] == [3]
+    served = manifest(Asked("demo", "i", ("t.py",), workers=2, servers=2), "meshwright")
+    assert served["spec"]["servers"] == {"replicas": 2}
+    queued = manifest(Asked("demo", "i", ("t.py",), workers=2, queue="team"), "meshwright")
+    assert queued["spec"]["workers"]["queue"] == "team" and queued["metadata"] == {"name": "demo"}
+    planned = manifest(Asked("demo", "i", ("t.py",), workers=2, gpus=8, plan="m.py:f"), "meshwright")
+    assert planned["spec"]["plan"] == {"model": "m.py:f"}
     assert made["rayjob"]["spec"]["entrypoint"].endswith("--nnodes 3 --nproc 8 --gpus 8 train.py --epochs 3")
 
 
@@ -179,9 +238,14 @@ def test_a_manifest_has_the_fields_that_its_controller_has_published(controller)
     ("asked", "controller", "says"),
     [
         (Asked("de_mo", "i", ("t.py",), 1), "meshwright", "de_mo"),
-        (Asked("demo", "i", ("t.py",), 0), "pytorchjob", "no ParallelJob"),
+        (Asked("demo", "i", ("t.py",), 0), "pytorchjob", "not a ParallelJob"),
         (Asked("demo", "i", ("t.py",), 1), "job-set", "one of meshwright, jobset"),
-        (Asked("demo", "i", ("t.py",), 1, queue="team"), "meshwright", "--queue"),
+        (Asked("demo", "i", ("t.py",), 1, queue="Team"), "jobset", "spec.workers.queue"),
+        (Asked("demo", "i", ("t.py",), 1, servers=2), "jobset", "--servers is for our own resource"),
+        (Asked("demo", "i", ("t.py",), 1, servers=-1), "meshwright", "not a ParallelJob"),
+        (Asked("demo", "i", ("t.py",), 1, plan="m.py:f"), "rayjob", "--plan is for our own resource"),
+        (Asked("demo", "i", ("t.py",), 1, plan="m.py:f"), "meshwright", "plan has no cluster"),
+        (Asked("demo", "i", ("t.py",), 1, cluster="cpu"), "meshwright", "not a ParallelJob"),
     ],
 )
 def test_manifests_that_cannot_be(asked, controller, says):

@@ -58,7 +58,7 @@ def test_defaults_are_those_of_the_records():
         ({"workers": {"replicas": 1, "restartPolicy": "Sometimes"}}, "'Sometimes'"),
         ({"image": ""}, "at `spec.image`"),
         ({"command": []}, "length >= 1"),
-        ({"command": [" "]}, "empty word"),
+        ({"command": [" "]}, "empty string"),
         ({"workers": {"replicas": 1, "container": {"image": "x"}}}, "workers.container has image"),
         ({"scheduler": {"pod": {"containers": []}}}, "scheduler.pod has containers"),
         ({"scheduler": {"port": 80}}, "at `spec.scheduler.port`"),

@@ -1,4 +1,8 @@
-"""Trains in a pod, with checkpoints: ``training.py FOLDER STEPS SECONDS``. Rank 0 writes all losses at the end."""
+"""Trains in a pod, with checkpoints: ``training.py FOLDER STEPS SECONDS data_parallel``. Rank 0 writes all losses.
+
+``planned`` trains by the plan of the job. With ``parameter_server`` there are no checkpoints, and each worker writes
+the losses of its share of the batches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,11 +51,30 @@ def alone(steps: int) -> list[float]:
     return losses
 
 
+def on_servers(folder: Path, steps: int, seconds: float) -> None:
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, optimizer, batch, loss=loss, mode="parameter_server")
+    losses: list[float] = []
+    for one in itertools.islice(batches(batch, 0), steps):
+        losses.append(step(one).item())
+        if step.rank == 0:
+            print(f"step {step.steps} loss {losses[-1]:.4f}", flush=True)
+        time.sleep(seconds)
+    (folder / f"losses{step.rank}.json").write_text(json.dumps(losses))
+    step.close()
+
+
 def main() -> None:
     folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    if sys.argv[4] == "parameter_server":
+        on_servers(folder, steps, seconds)
+        return
     model, batch, loss = mlp.build()
     world = int(os.environ["WORLD_SIZE"])
-    step = mw.train_step(model, optimizer, batch, loss=loss, mesh={"dp": world}, mode="data_parallel")
+    how: dict[str, Any] = {"mesh": {"dp": world}, "mode": "data_parallel"}
+    if sys.argv[4] == "planned":
+        how = {"plan": os.environ["MESHWRIGHT_PLAN"]}
+    step = mw.train_step(model, optimizer, batch, loss=loss, **how)
     losses = Losses()
     autosave = mw.Autosave(step, folder / "saved", every=10, data=losses)
     for one in itertools.islice(batches(batch, step.steps), steps - step.steps):
