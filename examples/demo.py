@@ -12,6 +12,7 @@ import argparse
 import copy
 import dataclasses
 import itertools
+import math
 import re
 import sys
 import sysconfig
@@ -33,7 +34,6 @@ import meshwright as mw
 from meshwright.examples import gpt
 from meshwright.report.plan_table import rows
 
-MESH = {"dp": 2, "tp": 2}
 PINS = {"blocks.*.attention.qkv": {"n": "tp"}, "blocks.*.up": {"n": "tp"}, "head": {"n": "tp"}}
 CONFIG = gpt.GPTConfig(vocabulary=1024, width=128, layers=4, heads=4, sequence=64)
 BATCH, RATE, WARM_UP, SEED = 16, 2e-3, 40, 7
@@ -108,7 +108,7 @@ def main() -> None:
     example = next(batches(text))
 
     # What a user writes: the model as it is, a mesh, three hints.
-    how: dict[str, Any] = {"mesh": MESH, "mode": "sharding_propagation", "pins": PINS}
+    how: dict[str, Any] = {"mesh": {"dp": options.dp, "tp": 2}, "mode": "sharding_propagation", "pins": PINS}
     step = mw.train_step(model, adamw, example, loss=loss, **how)
     first = step.rank == 0
 
@@ -133,6 +133,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--dp", type=int, default=2, help="half of the ranks: --nproc 2 is --dp 1")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--compared", type=int, default=20, help="steps that one device repeats")
     parser.add_argument(
@@ -172,7 +173,10 @@ def prove(model: torch.nn.Module, loss: Any, text: torch.Tensor, how: dict[str, 
     batch = {name: value[:4, :16].contiguous() for name, value in next(batches(text)).items()}
     began = time.perf_counter()
     report = mw.verify(model, batch, loss=loss, **how).raise_if_different()
-    heading("The proof", f"4 simulated ranks in this process, float64, {time.perf_counter() - began:.1f} s")
+    ranks = math.prod(how["mesh"].values())
+    heading(
+        "The proof", f"{ranks} simulated ranks in this process, float64, {time.perf_counter() - began:.1f} s"
+    )
     console.print(
         f"  {len(report.differences)} values compared with one device: loss, gradients, parameters after three\n"
         f"  steps of SGD and of AdamW; the largest difference is {report.worst.error:.0e}"

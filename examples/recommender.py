@@ -55,7 +55,7 @@ def model(rows: tuple[int, ...] = ROWS, on_servers: bool = True) -> Recommender:
     for number, table in enumerate((*made.deep_tables, *made.wide_tables)):
         table.sparse = True
         if on_servers:
-            mw.on_server(table, optimizer=of_tables, normal=(0.0, 0.05), seed=number)
+            mw.on_server(table.to("meta"), optimizer=of_tables, normal=(0.0, 0.05), seed=number)
     return made
 
 

@@ -26,11 +26,12 @@ from meshwright.partition.sharded_update import updates
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import redistribute
-from meshwright.runtime.agreement import named, options_of, options_that_differ, shared_options
+from meshwright.runtime.agreement import named, options_that_differ, shared_options
 from meshwright.runtime.communicator import Communicator, ProcessGroups
 from meshwright.runtime.optimizers import Grouped, grouped, grouped_otherwise
 from meshwright.runtime.rendezvous import Meeting, launched_world
 from meshwright.runtime.step import LocalStep
+from meshwright.runtime.trained import options_of
 
 
 def source_of(broadcast: bool | int) -> int | None:
@@ -41,7 +42,7 @@ def source_of(broadcast: bool | int) -> int | None:
         return 0 if broadcast else None
     if not isinstance(broadcast, int) or not 0 <= broadcast < world:
         raise RunError(
-            f"broadcast={broadcast!r} is no rank",
+            f"broadcast={broadcast!r} is not a rank",
             why=f"{world} {'was' if world == 1 else 'were'} launched, numbered from 0",
             hint="broadcast=True takes the values of rank 0",
         )
@@ -244,7 +245,7 @@ def same_groups(meeting: Meeting, alone: Grouped | None, local: LocalStep) -> No
 def over_gloo(meeting: Meeting, plan: Plan, device: torch.device) -> None:
     """Raise RunError on all ranks for a pipeline where messages between stages cannot go."""
     meeting.confirm(
-        f"pipeline={plan.techniques.pipeline} on {device.type}: messages between stages go over gloo alone yet"
+        f"pipeline={plan.techniques.pipeline} on {device.type}: messages between stages go over gloo only, so far"
         if plan.stages and device.type != "cpu"
         else "",
         hint="leave out pipeline=, or run on the CPU",

@@ -119,7 +119,7 @@ def manual_split(target: F, rows: Sequence[int]) -> F:
     if not given or any(not is_whole(n) or n < 1 for n in given):
         raise StrategyError(
             f"{name} is given {rows!r}",
-            why="it is the number of rows of each column of the indices",
+            why="it takes the number of rows of each column of the indices",
             where=user_frame(),
             hint="mw.manual_split(table, (10, 20, 30, 4))",
         )
@@ -150,7 +150,7 @@ def recompute(target: F, enabled: bool = True, *, policy: str = "full") -> F:
     if not isinstance(enabled, bool):
         raise PlanError(
             f"{name} is given {enabled!r}",
-            why="it is a switch",
+            why="it must be True or False",
             where=user_frame(),
             hint='policy="selective"',
         )
@@ -324,7 +324,7 @@ def _check_strategies(given: Any, what: str) -> tuple[Cut | None, ...]:
         if not isinstance(entry, tuple | list):
             raise StrategyError(
                 f"the {what} has the entry {entry!r}",
-                why="an entry says for one tensor how each of its dims is cut",
+                why="an entry is for one tensor and says how its dims are split",
                 where=user_frame(),
                 hint="a tuple with the number of blocks of each dim, or a layout",
             )

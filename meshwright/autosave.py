@@ -32,7 +32,7 @@ from meshwright.checkpoint.save import check_keep
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, PeerLost, a_type
 from meshwright.input_checks import check_switches
-from meshwright.parameter_server import ServerStep
+from meshwright.server_step import ServerStep
 from meshwright.train import TrainStep, shutdown
 
 log = logging.getLogger("meshwright")
@@ -78,7 +78,7 @@ class Autosave:
         if not isinstance(step, TrainStep):
             raise CheckpointError(
                 f"the step is {a_type(step)}",
-                why="what is saved is what a training step holds",
+                why="Autosave saves the state of a training step",
                 hint="step.resume(path) before the first step, and step.save(path) every so many steps"
                 if isinstance(step, ServerStep)
                 else "mw.Autosave(step, path, every=100), with step = mw.train_step(…)",
@@ -187,15 +187,17 @@ class Autosave:
         """Return whether the parameters are finite on all ranks: else the checkpoint would replace a usable one."""
         local = self.step.local
         broken = torch.zeros((), device=local.rank.device)
-        for name, x in (local.state.tensors | local.state.updated).items():
-            if x.is_floating_point():  # a buffer may well be infinite, as masks are
-                wrong = ~x.isfinite() if name in local.state.updated else x.isnan()
-                broken += wrong.any().to(broken)
+        with local.state.access.inside():  # each rank looks at its shards
+            for name, x in (local.state.tensors | local.state.updated).items():
+                if x.is_floating_point():  # a buffer may well be infinite, as masks are
+                    wrong = ~x.isfinite() if name in local.state.updated else x.isnan()
+                    broken += wrong.any().to(broken)
         if not local.over_ranks(broken).item():
             return True
         if self.step.rank == 0:
             log.warning(
-                "parameters are not finite after step %d: it is not saved, and the checkpoints in %s stay as they are",
+                "parameters are not finite after step %d: this step is not saved, and the checkpoints in %s stay as "
+                "they are",
                 self.step.steps,
                 self.path,
             )

@@ -20,7 +20,7 @@ from meshwright.errors import CaptureError, ClusterError, DoesNotFit
 from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
 from meshwright.input_checks import check_capturable, folder_from
-from meshwright.loss_value import Loss, default_loss
+from meshwright.loss_value import GIVE_LOSS, Loss, default_loss
 from meshwright.model_checks import check_function
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -40,10 +40,6 @@ FIRST = 1e-3  # seconds of a search whose first answer is enough
 
 
 NO_LOSS = "no loss was given, so it is model(batch), or model(**batch).loss of a mapping"
-GIVE_LOSS = (
-    "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), or what yours is; for the command line: "
-    "return model, batch, loss"
-)
 
 
 def plan(

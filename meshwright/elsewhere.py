@@ -8,7 +8,7 @@ CALLED_HERE = {
         "how-to/plan-for-a-cluster.md",
     ),
     **dict.fromkeys(
-        ("compile", "torch_compile"), ("mw.train_step(…, compile=True), beside any plan", "how-to/compile.md")
+        ("compile", "torch_compile"), ("mw.train_step(…, compile=True), under any plan", "how-to/compile.md")
     ),
     "semi_auto_parallel": ('mode="semi_auto"', "how-to/come-from-mindspore.md"),
     "hybrid_parallel": (
@@ -20,7 +20,7 @@ CALLED_HERE = {
         "how-to/come-from-mindspore.md",
     ),
     "expert_parallel": (
-        'expert parallelism is not here yet; mode="auto" shards a mixture of experts in tokens and widths',
+        'pins={"*.experts": {"g": "ep"}} shards experts over the axis "ep", or mode="auto"',
         "how-to/come-from-mindspore.md",
     ),
     "context_parallel": (
@@ -32,7 +32,7 @@ CALLED_HERE = {
         "how-to/come-from-mindspore.md",
     ),
     "seqpipe": (
-        "stages in turns over parts of the sequence are not here; pipeline=2, micro_batches=8 and schedule= are",
+        "pipelines over parts of the sequence are not supported; use pipeline=2, micro_batches=8 and schedule=",
         "how-to/train-in-a-pipeline.md",
     ),
     "pipeline_stages": ("pipeline=2, micro_batches=4", "how-to/train-in-a-pipeline.md"),
@@ -42,12 +42,12 @@ CALLED_HERE = {
         "how-to/plan-for-a-cluster.md",
     ),
     "full_batch": (
-        "leave it out: every rank passes the global batch, or mw.shard_loader reads a rank's shard",
+        "leave it out: pass the global batch on every rank, or use mw.shard_loader, which reads each rank's shard",
         "how-to/feed-data.md",
     ),
     "dataset_strategy": ("mw.shard_loader(loader, step)", "how-to/feed-data.md"),
     "enable_alltoall": (
-        "leave it out: an all-to-all is taken where it is the cheapest",
+        "leave it out: an all-to-all is used where it is the cheapest",
         "how-to/come-from-mindspore.md",
     ),
     "parameter_server": (
@@ -59,7 +59,7 @@ CALLED_HERE = {
     "ddp": ('mode="data_parallel", the default', "how-to/come-from-mindspore.md"),
     "comm_fusion": ('fusion="auto", or bytes of a bucket', "reference/techniques.md"),
     "gradients_mean": (
-        'leave it out: gradients are those of one device, or gradients="sum"',
+        'leave it out: gradients are those of one device; gradients="sum" adds them up',
         "reference/techniques.md",
     ),
 }
@@ -105,8 +105,11 @@ OF_A_SERVER_STEP = {
         ("no_sync", "micro_batches", "accumulate"), "a larger batch: a step on servers does not accumulate"
     ),
     **dict.fromkeys(
-        ("grad_norm", "gradient_norms", "gradients", "clip_grad_norm_", "clip_grad_norm"),
-        'mode="data_parallel" clips and has norms; gradients are pushed to servers here',
+        ("clip_grad_norm_", "clip_grad_norm"), "mw.parameter_server(…, clip_norm=1.0), then step.grad_norm"
+    ),
+    **dict.fromkeys(
+        ("gradient_norms", "gradients"),
+        "step.grad_norm, with clip_norm=; gradients themselves are pushed to servers",
     ),
     **dict.fromkeys(
         ("program", "plan", "mesh", "trace"), "the model runs eagerly, so there is no plan; step.traffic"

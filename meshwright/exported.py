@@ -83,7 +83,7 @@ def export(step: ForwardStep, folder: str | Path) -> Path:
         if rank == 0:
             json.dumps(literals)  # raises TypeError for what a file cannot say
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise CheckpointError(f"{str(path)!r} is there already", hint="a new folder, or an empty one")
+                raise CheckpointError(f"{str(path)!r} exists already", hint="a new folder, or an empty one")
             path.mkdir(parents=True, exist_ok=True)
         return secrets.token_hex(8)
 
@@ -165,7 +165,7 @@ def _tried(meeting: Meeting, path: Path, do: Callable[[], T]) -> T:
     except OSError as error:
         problem = CheckpointError(f"{path} cannot be written or read", why=str(error))
     except (TypeError, ValueError) as error:
-        problem = CheckpointError("the example batch has what is no plain value", why=str(error))
+        problem = CheckpointError("the example batch has a value that is not plain data", why=str(error))
     confirmed(meeting, problem)
     return found[0]
 
@@ -188,7 +188,7 @@ def _read_text(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{str(path.parent)!r} has no {NAME}", why=str(error), hint="the folder that step.export wrote"
+            f"{str(path.parent)!r} has no {NAME}", why=str(error), hint="the folder that mw.export wrote"
         ) from None
 
 
@@ -235,9 +235,9 @@ def check_operators(graph: Graph, folder: Path) -> None:
         if not overload:
             raise CheckpointError(
                 f"the program computes with {node.op}",
-                why="it is no tensor operator of torch, and none that has a rule here",
+                why="it is neither a tensor operator of torch nor an operator with a rule",
                 where=str(folder),
-                hint="of an operator of your own: import it, and give it its rule by mw.rule, before it is loaded",
+                hint="for an operator of your own: import it and call mw.rule before loading",
             )
 
 

@@ -167,8 +167,8 @@ class ForwardStep:
             self._guards.check(batch)
         elif not isinstance(batch, LocalBatch) and dict(literals(batch)) != self._guards:
             raise BatchError(
-                f"the batch has {dict(literals(batch))} beside its tensors",
-                why=f"the program was exported for {self._guards}, and has these values in it",
+                f"the batch has {dict(literals(batch))} in addition to its tensors",
+                why=f"the program was exported for {self._guards}, which are part of it",
                 hint="export a program for each",
             )
 
@@ -338,7 +338,7 @@ def shared_forward(
         holds = (lambda _: True) if local.pipe is None else local.pipe.holds
         lacks = next((e.target for e in entries if holds(e.name) and e.name not in leaves), "")
         meeting.confirm(
-            f"{lacks} is on other ranks of the pipeline than the stage that reads it here" if lacks else "",
+            f"{lacks} is on other ranks of the pipeline than the stage that reads it" if lacks else "",
             hint="with step.full() as model: model(x) evaluates on the full model; or train without pipeline=",
         )
 
@@ -361,9 +361,9 @@ def _check_forward(asked: Techniques, mode: str | None) -> None:
     if given:
         raise PlanError(
             f"{given[0]} for a forward pass",
-            why="it is about gradients, updates, or what is kept for them"
+            why="it concerns gradients, updates, or what is kept for them"
             if "micro" not in given[0]
-            else "nothing is kept from one to the next: each may as well be a batch of its own",
+            else "without backward, each micro-batch can be a batch of its own",
             hint="leave it out",
         )
     if mode == "manual":

@@ -100,7 +100,7 @@ def _finish(
     try:
         if not problem and before:
             odd = next((n for n, x in _checksums(hollow).items() if x != before[n]), "")
-            problem = odd and f"{odd} was changed within step.full(rank={rank}), on that rank alone"
+            problem = odd and f"{odd} was changed within step.full(rank={rank}), on that rank only"
         elif not problem and rank is None:
             sums = _checksums(hollow)
             digest = f"{zlib.crc32(json.dumps(sums).encode()):08x}"
@@ -133,8 +133,8 @@ def _check(local: LocalStep, hollow: Hollow, rank: int | None, memory: float | N
     if memory is not None and needed > memory:
         raise RunError(
             f"the full model needs {needed:,} bytes, memory={memory:,.0f} allows fewer",
-            why="parameters and buffers, beside what the rank has of them in the step",
-            hint="step.full(rank=0) fills it on one rank alone; step.save(path) writes shards, which load anywhere",
+            why="parameters and buffers in full, in addition to this rank's shards",
+            hint="step.full(rank=0) fills it on one rank only; step.save(path) writes shards, which load anywhere",
         )
 
 

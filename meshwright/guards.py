@@ -93,7 +93,7 @@ class Guards:
         said = self.changed(batch)
         if said:
             raise RunError(
-                f"what the step was captured with has changed: {said}", why=FROZEN, hint=_hint(said)
+                f"a value that the step was captured with has changed: {said}", why=FROZEN, hint=_hint(said)
             )
 
     # ------------------------------------------------------------ the model and the loss

@@ -18,66 +18,40 @@ import torch
 
 from meshwright.capture.convert import FORMER
 from meshwright.errors import RunError
+from meshwright.placeholders import FLAG, GET_FLAG, GRADIENT, METADATA, READ, SHOWN, WRITE, first, wanted
 from meshwright.runtime.equal_start import checksum
 
 FULL = (
     "with step.full() as model: … has the trained values; step.full_state() copies them, "
     "step.save_pretrained(folder) and step.save(path) write them"
 )
-WRITE = "step.load_state_dict(state) or step.load(path); with step.full() as model: … keeps what is changed within it"
-GRADIENT = "step.gradients(batch), then step.parameters[name].grad: this rank's shard of it; clip_norm= clips"
-_GETTERS = (
-    "shape ndim dtype device layout itemsize nbytes is_leaf is_meta is_cpu is_cuda is_sparse is_quantized is_nested "
-    "is_mkldnn is_mps is_xpu is_xla is_sparse_csr _backward_hooks _post_accumulate_grad_hooks"
+TO_WRITE = (
+    "step.load_state_dict(state) or step.load(path); "
+    "with step.full() as model: … keeps what is changed within it"
 )
-_METHODS = (
-    "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
-    "get_device __len__ __hash__"
-)
-
-
-def _known(names: str, of: Any = torch.Tensor) -> list[Any]:
-    return [getattr(of, name) for name in names.split() if hasattr(of, name)]
-
-
-_GET_FLAG = torch.Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
-_METADATA = frozenset(
-    [
-        *(getter.__get__ for getter in _known(_GETTERS)),
-        _GET_FLAG,
-        *_known(_METHODS),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    ]
-)
-_FLAG = (torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # pyright: ignore[reportAttributeAccessIssue]
-_SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+HINTS = {
+    READ: FULL,
+    WRITE: TO_WRITE,
+    GRADIENT: "step.gradients(batch), then step.parameters[name].grad: this rank's shard of it; clip_norm= clips",
+}
 
 
 def _answer(x: Any, func: Any, plain: Any, args: Any, kwargs: Any) -> Any:
     """Answer a call of torch that only reads the metadata of a placeholder. Raises RunError for all others."""
-    if func in _METADATA:
+    if func in METADATA:
         return plain(func, (type(x),), args, kwargs)
     name = vars(x)["held_as"]
-    if func in _FLAG:
+    if func in FLAG:
         found = plain(func, (type(x),), args, kwargs)
-        vars(x)["_flag"] = plain(_GET_FLAG, (type(x),), (x,), {})
+        vars(x)["_flag"] = plain(GET_FLAG, (type(x),), (x,), {})
         return found
-    if func in _SHOWN:
+    if func in SHOWN:
         return f"{name}: {tuple(x.shape)} {x.dtype}, whose values a training step holds"
-    called = getattr(func, "__name__", str(func))
-    called = getattr(getattr(func, "__self__", None), "__name__", called) if "__" in called else called
-    hint = FULL
-    if func in _GRAD or called in ("grad", "retain_grad") or "hook" in called:
-        hint = GRADIENT
-    elif called.endswith("_") or func == torch.Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
-        hint = WRITE
+    called, what = wanted(func)
     raise RunError(
         f"{name} of this module has no values: a training step holds them",
-        why=f"{called} was called on it, and the module is not changed by steps",
-        hint=hint,
+        why=f"{called} was called on it; steps do not change the module",
+        hint=HINTS[what],
     )
 
 
@@ -97,7 +71,7 @@ class HollowParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `_answer`."""
-        return _answer(_first(args, kwargs), func, super().__torch_function__, args, kwargs or {})
+        return _answer(first(_KINDS, args, kwargs), func, super().__torch_function__, args, kwargs or {})
 
 
 class HollowBuffer(torch.Tensor):
@@ -108,24 +82,10 @@ class HollowBuffer(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `_answer`."""
-        return _answer(_first(args, kwargs), func, super().__torch_function__, args, kwargs or {})
+        return _answer(first(_KINDS, args, kwargs), func, super().__torch_function__, args, kwargs or {})
 
 
 _KINDS = (HollowParameter, HollowBuffer)
-
-
-def _first(*nest: Any) -> Any:
-    """The first placeholder among the arguments of a call."""
-    for value in nest:
-        if type(value) in _KINDS:
-            return value
-        inner = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-        )
-        found = _first(*inner)
-        if found is not None:
-            return found
-    return None
 
 
 class Hollow:
@@ -231,7 +191,7 @@ class Hollow:
             raise RunError(
                 f"{odd} of the model that step.copy_to(model) filled was changed",
                 why="it is a copy, and the step goes on from its own values",
-                hint="step.copy_to(model) fills it anew; to keep a change: " + WRITE,
+                hint="step.copy_to(model) fills it again; to keep a change: " + TO_WRITE,
             )
         self.empty()
 
@@ -292,7 +252,8 @@ def check_has_values(model: torch.nn.Module) -> None:
             raise RunError(
                 f"{name} of this model has no values: a training step holds them",
                 why="each step trains weights of its own",
-                hint="a model built anew or copied before train_step; with step.full() as model: copy.deepcopy(model); "
+                hint="a model built again or copied before train_step; with step.full() as model: "
+                "copy.deepcopy(model); "
                 "to evaluate: step.forward_step(model, batch)",
             )
 

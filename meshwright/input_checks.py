@@ -14,7 +14,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.core.type_guards import is_number, is_whole
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
-from meshwright.model_checks import check_model
+from meshwright.model_checks import check_model, check_unwrapped
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
 from meshwright.runtime.rendezvous import check_world
@@ -26,8 +26,8 @@ def check_beside(plan: object, given: Mapping[str, Any]) -> None:
     names = [name for name, value in given.items() if value is not None]
     if plan is not None and names:
         raise PlanError(
-            f"{names[0]}= is given beside a plan",
-            why="a plan has its mesh, mode, pins and limit already, and would win without a word",
+            f"{names[0]}= is given together with a plan",
+            why="a plan has its mesh, mode, pins and limit already, which would take precedence silently",
             hint=f"give {names[0]}= to mw.plan(...), or leave out plan=",
         )
 
@@ -44,35 +44,10 @@ def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, aske
         check_world(cluster.mesh)
 
 
-ITSELF = "give the module itself"
-# Wrappers of torch, by the names of their classes → why a model with one cannot be captured, and what to write.
-WRAPPERS = {
-    "OptimizedModule": ("torch.compile has wrapped it", "mw.train_step(model, …, compile=True) instead"),
-    "DistributedDataParallel": ("it sends gradients itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
-    "DataParallel": ("it splits batches itself", f"{ITSELF}: mesh={{'dp': n}} is data parallel"),
-    "FullyShardedDataParallel": ("it shards weights itself", f"{ITSELF}: optimizer_parallel=3 is FSDP"),
-    **dict.fromkeys(
-        ("RecursiveScriptModule", "TopLevelTracedModule"),
-        ("it is TorchScript, without Python code to trace", ITSELF),
-    ),
-}
-
-
 def check_capturable(model: Any) -> None:
     """Raise CaptureError for what is no module, and for one that torch has wrapped, compiled or sharded."""
     check_model(model)
-    for name, module in model.named_modules():
-        kind, of = type(module).__name__, f"{name or 'the model'} is"
-        if kind in WRAPPERS and type(module).__module__.startswith("torch."):
-            why, hint = WRAPPERS[kind]
-            raise CaptureError(f"{of} a {kind}", why=why, hint=hint)
-    for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
-            raise CaptureError(
-                f"{name} is a DTensor",
-                why="fully_shard or parallelize_module has sharded the model already",
-                hint="give the model before that: mode=, mesh= and optimizer_parallel= shard it",
-            )
+    check_unwrapped(model)
 
 
 def plan_from(given: Any) -> Plan | None:
@@ -93,7 +68,7 @@ def folder_from(cache: Any) -> Path | None:
     if cache is None:
         return None
     hint = 'cache=".meshwright", or leave it out'
-    path = path_from(cache, f"cache={cache!r:.80} is no folder", CaptureError, hint)
+    path = path_from(cache, f"cache={cache!r:.80} is not a folder", CaptureError, hint)
     try:
         if not str(cache):
             raise OSError("it is an empty text")
@@ -102,7 +77,7 @@ def folder_from(cache: Any) -> Path | None:
     except OSError as error:
         why = "it is a file" if path.is_file() else error.strerror or str(error)
         raise CaptureError(
-            f"cache={cache!r} is no folder that can be written",
+            f"cache={cache!r} is not a folder that can be written",
             why=f"{why}; captured programs are kept in a folder, by their content",
             hint=hint,
         ) from None
@@ -113,7 +88,7 @@ def check_switches(**given: Any) -> None:
     """Raise RunError for a switch that is neither on nor off."""
     for name, value in given.items():
         if not isinstance(value, bool):
-            raise RunError(f"{name}={value!r}", why="it is a switch", hint="True or False")
+            raise RunError(f"{name}={value!r}", why="it must be True or False", hint="True or False")
 
 
 def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
@@ -122,7 +97,7 @@ def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
         if not isinstance(exact, bool):
             raise RunError(
                 f"exact_random={exact!r}",
-                why="it is a switch, or the generator that is drawn from",
+                why="it must be a switch, or name the generator to draw from",
                 hint='True, False, or "torch"',
             )
         return
@@ -132,7 +107,7 @@ def check_random(exact: Any, device: Any, techniques: Techniques) -> None:
     apart = ", ".join(f"{name}={n}" for name, n in parts.items() if n > 1)
     if elsewhere or apart:
         raise RunError(
-            f'exact_random="torch" beside {apart or f"device={str(device)!r}"}',
+            f'exact_random="torch" together with {apart or f"device={str(device)!r}"}',
             why="one device draws for the full batch, one operator after the other"
             if apart
             else "the generator of a GPU gives other numbers than that of the CPU",
@@ -147,7 +122,7 @@ def check_numbers(clip_norm: Any, seed: Any, bucket_bytes: Any = None) -> None:
         raise RunError(
             f"clip_norm={clip_norm!r}",
             why="gradients are scaled down to that norm: a number above 0 is expected",
-            hint="clip_norm=1.0, math.inf to compute the norm alone, or leave it out",
+            hint="clip_norm=1.0, math.inf to only compute the norm, or leave it out",
         )
     if not is_whole(seed):
         raise RunError(f"seed={seed!r}", why="a whole number is expected", hint="seed=0")
@@ -166,5 +141,5 @@ def check_trains(graph: Graph) -> None:
         raise PlanError(
             "the loss has no gradient",
             why="it depends on no parameter that is trained, or was detached from them by detach() or no_grad()",
-            hint="return the loss as it is computed; requires_grad of the parameters that are to learn",
+            hint="return the loss without detach(), and set requires_grad on the parameters to train",
         )

@@ -88,7 +88,7 @@ class ManualStep:
         if clip_norm is not None and (left := [a for a in everything if a not in self.axes]):
             raise StrategyError(
                 f"clip_norm= with gradients that are not reduced over {within.mesh.show(left)}",
-                why="which parameters are parts of one another there, and count apart, is not known",
+                why="whether the ranks there have shards of one parameter or different parameters is not known",
                 hint="clip in the optimizer, by a norm of your own over mw.world's all_reduce",
             )
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -162,7 +162,7 @@ class ManualStep:
             raise RunError(
                 "the norm of the gradients is not known",
                 why="no step has been done" if self.clip_norm is not None else "clip_norm= was not given",
-                hint="mw.manual_step(…, clip_norm=1.0), or clip_norm=math.inf to compute the norm alone",
+                hint="mw.manual_step(…, clip_norm=1.0), or clip_norm=math.inf to only compute the norm",
             )
         return self._norm
 
@@ -307,7 +307,7 @@ def manual_step(
         number = source_of(broadcast)
         if number is not None and number >= len(group):
             raise RunError(
-                f"broadcast={number} is no rank of those that start equal",
+                f"broadcast={number} is not one of the ranks that start with equal values",
                 why=f"there are {len(group)} along {within.mesh.show(made.axes)}, numbered from 0",
             )
         source = None if number is None else group[number]

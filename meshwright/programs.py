@@ -32,10 +32,11 @@ from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import Given, LocalBatch
 from meshwright.runtime.optimizer_check import check_made, watch_hooks
-from meshwright.runtime.optimizers import OptimizerFactory, extend_optimizer
+from meshwright.runtime.optimizers import extend_optimizer
 from meshwright.runtime.rendezvous import Meeting, late
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
+from meshwright.runtime.trained import OptimizerFactory
 from meshwright.same_values import same_values
 from meshwright.search.reuse import StoredLayout, carried_to_train
 
@@ -140,8 +141,8 @@ def check_joins(shared: ModelState, plan: Plan | None, mesh: Any, asked: Techniq
         raise PlanError(
             f"another step of this model was built, and this one asks for {odd}",
             why=f"they train the same weights, which are sharded by the plan of the first: {first.mesh_text}",
-            hint="leave it out: a further step of a model has the plan of the first. To compare plans, build the model "
-            "anew for each",
+            hint="leave it out: a further step of a model has the plan of the first. To compare plans, build the "
+            "model again for each",
         )
 
 
@@ -227,7 +228,7 @@ class ProgramTable:
                 unlike.what,
                 why=f"a program for it cannot be made: {error.what}; {error.why}",
                 where=error.where,
-                hint=error.hint or "a batch that the loss can be computed of",
+                hint=error.hint or "a batch from which the loss can be computed",
             ) from error
 
     def add(self, made: Program) -> None:
@@ -345,7 +346,7 @@ def all_here(meeting: Meeting, given: str, hint: str) -> None:
     missing = late("another program", COME_SECONDS)
     if missing:
         raise RunError(
-            f"rank {missing[0]} has not come to make another program within {COME_SECONDS:.0f} s",
+            f"rank {missing[0]} did not build another program within {COME_SECONDS:.0f} s",
             why=f"this rank was given {given}, for which there is none; all ranks make it together",
             hint=hint,
         )

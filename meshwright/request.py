@@ -25,8 +25,8 @@ def request_for(
     if cluster is None and (given := {name: value for name, value in limits.items() if value is not None}):
         raise PlanError(
             " and ".join(f"{name}={value!r}" for name, value in given.items()) + " without a cluster",
-            why="limits are kept by searches, and by what is predicted for the ranks of a cluster",
-            hint='cluster=mw.Cluster.preset("h100", nodes=2) or mw.Cluster.load("cluster.yaml") beside it',
+            why="limits apply to predictions, which need a cluster",
+            hint='add cluster=mw.Cluster.preset("h100", nodes=2) or mw.Cluster.load("cluster.yaml")',
         )
     if cluster is None:
         return None
@@ -40,8 +40,8 @@ def request_for(
     limit = float(given) if is_number(given) else 0.0
     if not 0 < limit < float("inf"):
         raise PlanError(
-            f"memory={memory!r} is no limit",
-            why="it is a number of bytes per rank",
+            f"memory={memory!r} is not a limit",
+            why="it must be a number of bytes per rank",
             hint="memory=70e9 for 70 GB",
         )
     if (
@@ -51,7 +51,7 @@ def request_for(
     ):
         raise PlanError(
             f"optimizer_states={optimizer_states!r}",
-            why="it counts what an optimizer keeps of every parameter element",
+            why="it must be the number of values that an optimizer keeps per parameter element",
             hint="2 for Adam, 1 for momentum, 0 for plain SGD",
         )
 
@@ -59,14 +59,14 @@ def request_for(
     if not is_number(seconds) or not seconds > 0:
         raise PlanError(
             f"time_limit={time_limit!r}",
-            why="it is the number of seconds after which a search ends with the best so far",
+            why="it must be the number of seconds after which a search ends with the best so far",
             hint="time_limit=30, or leave it out",
         )
 
     if progress is not None and not callable(progress):
         raise PlanError(
             f"progress={progress!r:.80}",
-            why=f"it is {a_type(progress)}, which nobody can call",
+            why=f"it is {a_type(progress)}, which cannot be called",
             hint="progress=print, or a function of (stage, best price in seconds, bound)",
         )
 

@@ -65,7 +65,7 @@ def same_values(
     strangers = sorted({name for names in tensors for name in names})
     if strangers and meeting.rank == 0:
         log.warning(
-            "%s differs between ranks, and is no parameter or buffer of the model: all ranks use that of rank 0",
+            "%s differs between ranks, and is not a parameter or buffer of the model: all ranks use that of rank 0",
             ", ".join(strangers[:3]) + ", …" * (len(strangers) > 3),
         )
 

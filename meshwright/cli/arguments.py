@@ -80,11 +80,6 @@ def mesh_sizes(text: str | None) -> Any:
     return found
 
 
-def show_sizes(sizes: dict[str, int]) -> str:
-    """Format axis sizes as `mesh_sizes` reads them."""
-    return ",".join(f"{k}={v}" for k, v in sizes.items())
-
-
 def size_bytes(text: str | None) -> int | None:
     """``70GB`` (10⁹ each), ``70GiB`` (2³⁰), ``1.5e9``. Raises PlanError."""
     if text is None:
@@ -115,7 +110,7 @@ def techniques_of(texts: Iterable[str]) -> dict[str, Any]:
         if word[0] in "{[(":
             raise PlanError(
                 f"{part.strip()!r} is written as in Python",
-                why="commas stand between techniques here",
+                why="on the command line, commas separate techniques",
                 hint="recompute=blocks.*:full+head:selective, stages=blocks.0-5:0, offload=optimizer+activations",
             )
         if name in found:
@@ -157,7 +152,7 @@ def optimizer_states(name: str) -> int:
     if name not in OPTIMIZERS:
         raise PlanError(
             f"there is no optimizer {name!r}",
-            why="only what it keeps of each parameter matters for a plan: " + ", ".join(OPTIMIZERS),
+            why="a plan needs only the number of its states per parameter; known: " + ", ".join(OPTIMIZERS),
             hint=did_you_mean(name, OPTIMIZERS),
         )
     return OPTIMIZERS[name]
@@ -172,7 +167,8 @@ def pins_of(texts: Iterable[str]) -> dict[str, dict[str, Any]] | None:
         if not colon or not pattern or not all(letter.strip() and equals for letter, equals, _ in words):
             raise PlanError(
                 f"{text!r} is not a pin",
-                why="it is PATTERN:FACTOR=AXIS, with several axes as n=node+gpu and several factors as batch=dp,n=tp",
+                why="a pin is PATTERN:FACTOR=AXIS, with several axes as n=node+gpu and several factors as "
+                "batch=dp,n=tp",
                 hint="--pin 'blocks.*.up:n=tp'",
             )
         for letter, _, axes in words:

@@ -64,7 +64,7 @@ def calibrate(
     """Measure this machine with N ranks at once and write its cluster file.
 
     With --nnodes, the links between machines are measured, too, and the machine of rank 0 writes the file. It takes
-    about a minute. Keep the machine quiet: rows measured beside other work are void, and listed.
+    about a minute. Keep the machine quiet: rows that other programs disturbed are void, and listed.
     """
     from meshwright.launch.job import Job, check, count
     from meshwright.launch.nodes import placed
@@ -125,7 +125,7 @@ def check_crowd(ranks: int) -> None:
     if ranks > MOST_OF_A_CORE * cores:
         raise LaunchError(
             f"--nproc is {ranks}, on {cores} cores",
-            why=f"more than {MOST_OF_A_CORE} ranks that take turns on a core measure the turns",
+            why=f"more than {MOST_OF_A_CORE} ranks on a core would measure how they take turns",
             hint=f"--nproc {cores}; for a cluster that is not this machine, Cluster.preset or a file",
         )
 

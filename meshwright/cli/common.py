@@ -71,7 +71,7 @@ NodeRankOption = Annotated[
     str | None,
     typer.Option(
         metavar="I",
-        help="The number of this machine, from 0; if left out, the order in which they come.",
+        help="The number of this machine, from 0; if left out, the order of arrival.",
         rich_help_panel=SEVERAL,
     ),
 ]
@@ -104,7 +104,7 @@ InsecureOption = Annotated[
     bool,
     typer.Option(
         "--insecure",
-        help="No secret and no TLS: whoever reaches the port is trusted.",
+        help="No secret and no TLS: anyone who reaches the port is trusted.",
         rich_help_panel=TRUST,
     ),
 ]

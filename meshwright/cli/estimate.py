@@ -38,7 +38,7 @@ def estimate(
             "--what-if",
             metavar="CHANGES",
             help="batch=…, seq=…, ranks=…, or a technique as mw.plan takes it: optimizer_parallel=0…3, "
-            "micro_batches=…, recompute=full, fusion=…; those of one option apply together, "
+            "micro_batches=…, recompute=full, fusion=…; changes that apply together are "
             "separated by commas. May be repeated.",
         ),
     ] = None,
@@ -51,7 +51,7 @@ def estimate(
 ) -> None:
     """Estimate the time and the memory of a plan's step, now and after a change.
 
-    Shows seconds by what they are spent on, and the peak of the rank that has most. The plan file stays as it is.
+    Shows what the seconds are spent on, and the highest peak memory of a rank. The plan file is not changed.
     """
     from meshwright.cli.arguments import open_cluster, optimizer_states
 
@@ -92,7 +92,7 @@ def parsed(text: str) -> Changes:
         key, equals, value = (x.strip() for x in part.partition("="))
         if key not in KEYS or not equals:
             raise PlanError(
-                f"--what-if {text!r}: {part.strip()!r} is no change that can be priced",
+                f"--what-if {text!r}: {part.strip()!r} is not a change that can be priced",
                 why="; ".join(f"{k}: {v}" for k, v in KEYS.items()),
                 hint=did_you_mean(key, KEYS) if key not in KEYS else f"{key}=…",
             )

@@ -49,7 +49,7 @@ def explain(
 ) -> None:
     """Explain a plan: how each operator is sharded, why, what it costs, and what else there was.
 
-    The file alone has shardings and reasons. --model adds what neighbours need and send, and --cluster the
+    The plan file has shardings and reasons. --model adds the layouts of neighbours and what is sent; --cluster adds
     seconds.
     """
     from meshwright.cli.arguments import open_cluster, optimizer_states

@@ -27,35 +27,48 @@ SAYS = {
 def goodput(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.JSON]", help="A plan file.")] = None,
     cluster: ClusterOption = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="Instead of the plan's.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of ranks, instead of the plan's.")
+    ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Of the data; by default the plan's outermost axis."),
+        typer.Option(
+            metavar="N", min=1, help="Data-parallel replicas; by default the plan's outermost axis."
+        ),
     ] = None,
     interruptions: Annotated[
-        float, typer.Option(metavar="N", min=0, help="Seen in --days on --on ranks; by default Llama 3's.")
+        float,
+        typer.Option(metavar="N", min=0, help="Failures seen in --days on --on ranks; by default Llama 3's."),
     ] = 419,
     days: Annotated[float, typer.Option(metavar="DAYS", min=1e-6)] = 54,
     on: Annotated[int, typer.Option(metavar="RANKS", min=1)] = 16_384,
     fatal: Annotated[
         float,
-        typer.Option(metavar="SHARE", min=0, max=1, help="Of interruptions, those that end all ranks."),
+        typer.Option(metavar="SHARE", min=0, max=1, help="Share of interruptions that end all ranks."),
     ] = 54 / 419,
-    save: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Steps stand still for a save.")] = 10,
-    restart: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Until all train again.")] = 300,
-    replan: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Until the ranks left do.")] = 30,
-    go_on: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Until the replicas left do.")] = 10,
+    save: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Pause of training for a save.")] = 10,
+    restart: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Until all ranks train again.")
+    ] = 300,
+    replan: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Until the remaining ranks train under a new plan."),
+    ] = 30,
+    go_on: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Until the remaining replicas train.")
+    ] = 10,
     repair: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Until what was lost is back.")
+        float, typer.Option(metavar="SECONDS", min=0, help="Until a lost machine is back.")
     ] = 7200,
     copy: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, help="Of a step, for copies to a neighbour (replan).")
+        float,
+        typer.Option(metavar="SHARE", min=0, help="Share of a step for copies to a neighbour (replan)."),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate failures: the share of time that trains for each way to go on after one, and how often to save.
+    """Simulate failures: the share of time spent training for each way to recover, and how often to save.
 
-    Ranks and replicas are those of a plan, or of a cluster with --replicas. A closed form stands beside.
+    Ranks and replicas are those of a plan, or of --cluster and --replicas. A closed formula is shown for comparison.
     """
     from meshwright.predict.goodput import TIERS, Failures
     from meshwright.predict.goodput import goodput as simulated
@@ -96,7 +109,7 @@ def _running(plan: Path | None, cluster: str | None, ranks: int | None, replicas
     if replicas is None or ranks % replicas:
         raise PlanError(
             f"--replicas is {replicas}",
-            why=f"the {ranks:,} ranks are that many equal groups, each with all of the model",
+            why=f"the {ranks:,} ranks must form this many equal groups, each with the full model",
             hint="--replicas 128",
         )
     return Running(ranks, replicas, node_ranks=min(node_ranks, ranks), step=step)

@@ -16,13 +16,26 @@ app = typer.Typer(
 @app.command(context_settings={"allow_interspersed_args": False})
 def manifest(
     command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and its words.")
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and its arguments.")
     ],
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Has the script, Python and Meshwright.")],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Of the job: a-z, 0-9 and -.")],
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Image with the script, Python and Meshwright.")
+    ],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job: a-z, 0-9 and -.")],
     workers: Annotated[int, typer.Option(metavar="N", help="How many pods.")] = 1,
     ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of each pod.")] = 1,
-    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of each pod.")] = 0,
+    servers: Annotated[int, typer.Option(metavar="N", help="Parameter servers, each in a pod.")] = 0,
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of each worker.")] = 0,
+    plan: Annotated[
+        str, typer.Option(metavar="MODEL", help="Plan MODEL in the cluster before workers start.")
+    ] = "",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="With --plan: a preset (h100, cpu) or a cluster file in its pod; default: the nodes' GPU.",
+        ),
+    ] = "",
     controller: Annotated[
         str,
         typer.Option(
@@ -31,14 +44,14 @@ def manifest(
     ] = "meshwright",
     queue: Annotated[
         str,
-        typer.Option(metavar="NAME", help="With --for: a queue of Kueue, which starts all pods or none."),
+        typer.Option(metavar="NAME", help="A local queue of Kueue, which starts all workers or none."),
     ] = "",
 ) -> None:
     """Print a manifest that runs a script: meshwright k8s manifest … train.py | kubectl apply -f -."""
     from meshwright.k8s.manifests import Asked, manifest
     from meshwright.k8s.schema import as_yaml
 
-    asked = Asked(name, image, tuple(command), workers, ranks, gpus, queue)
+    asked = Asked(name, image, tuple(command), workers, ranks, gpus, queue, servers, plan, cluster)
     print(as_yaml(manifest(asked, controller)), end="")
     if controller == "jobset":
         print(
@@ -63,7 +76,7 @@ def convert(
     except OSError as error:
         raise LaunchError(f"cannot read {file}", why=error.strerror or str(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{file} is no YAML", why=str(error)) from None
+        raise LaunchError(f"{file} is not YAML", why=str(error)) from None
     print(as_yaml(*found), end="")
 
 
@@ -75,10 +88,10 @@ def operator(
     ] = None,
     liveness: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where to answer that it is alive: http://0.0.0.0:8080/healthz."),
+        typer.Option(metavar="URL", help="Address for liveness checks: http://0.0.0.0:8080/healthz."),
     ] = None,
 ) -> None:
-    """Run the jobs of a cluster, until a signal comes. The cluster is that of KUBECONFIG, or the one around it."""
+    """Run the jobs of a cluster until a signal arrives. The cluster is that of KUBECONFIG, or the one it runs in."""
     import logging
 
     from meshwright.errors import LaunchError

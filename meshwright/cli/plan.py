@@ -70,12 +70,18 @@ def plan(
     seq: SequenceOption = None,
     optimizer: Annotated[
         str,
-        typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or momentum: what it keeps in memory."),
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            help="adamw, sgd or momentum: decides the memory of optimizer states.",
+        ),
     ] = "adamw",
     time_limit: Annotated[
         float | None,
         typer.Option(
-            "--time-limit", metavar="SECONDS", help="End the search after so long, with the best plan so far."
+            "--time-limit",
+            metavar="SECONDS",
+            help="End the search after this time, with the best plan so far.",
         ),
     ] = None,
     output: Annotated[

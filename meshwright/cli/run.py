@@ -38,7 +38,7 @@ def run(
             "--workers",
             "-n",
             metavar="N",
-            help="How many ranks to start on this machine, 1 if left out; 8,8,4 says it of each machine.",
+            help="How many ranks to start on this machine, 1 if left out; 8,8,4 for each of three machines.",
             show_default=False,
         ),
     ] = None,
@@ -53,7 +53,9 @@ def run(
     ] = None,
     tail: Annotated[
         str | None,
-        typer.Option(metavar="RANK", help="The rank that is shown; if left out, the first of this machine."),
+        typer.Option(
+            metavar="RANK", help="The rank whose output is shown; if left out, the first of this machine."
+        ),
     ] = None,
     bind: Annotated[
         str,
@@ -64,20 +66,20 @@ def run(
         ),
     ] = "",
     background: Annotated[
-        bool, typer.Option("--background/--join", help="Return at once; the job writes to --log-dir alone.")
+        bool, typer.Option("--background/--join", help="Return at once; the job writes only to --log-dir.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what each machine would start, and start nothing.")
     ] = False,
     max_restarts: Annotated[
-        str, typer.Option(metavar="N", help="Start all ranks again after a failure, so many times.")
+        str, typer.Option(metavar="N", help="How often to start all ranks again after a failure.")
     ] = "0",
     on_failure: Annotated[
         str,
         typer.Option(
             metavar="HOW",
-            help="restart: all ranks, as --max-restarts allows. continue: data-parallel ranks go on without the lost "
-            "one, and --max-restarts counts lost ranks that are started again and join. stop: end the job.",
+            help="restart: all ranks, as --max-restarts allows. continue: data-parallel ranks go on without lost ranks "
+            "and machines, and --max-restarts counts lost ranks that are started again and join. stop: end the job.",
         ),
     ] = "restart",
     monitor_interval: Annotated[
@@ -95,16 +97,16 @@ def run(
         typer.Option(
             metavar="SECONDS",
             envvar="MESHWRIGHT_HANG_AFTER",
-            help="When no rank has moved for so long: say which one hangs, where, and what the others wait for, and "
-            "end the attempt. 0: never.",
+            help="If no rank makes progress for so long, report which one hangs, where, and what the others wait "
+            "for, and end the attempt, or with --on-failure continue that rank alone. 0: never.",
         ),
     ] = "600",
     servers: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="How many parameter servers to start beside the ranks of this machine; of several machines, each says "
-            "it, and it may be 0.",
+            help="How many parameter servers to start on this machine. Give it on each of several machines; 0 starts "
+            "none there.",
             show_default=False,
         ),
     ] = None,
@@ -112,8 +114,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where parameter servers keep what must outlive them: a killed one is started again, and nothing is "
-            "lost.",
+            help="Folder for the state of parameter servers: a killed one restarts from it, and nothing is lost.",
         ),
     ] = None,
     replicas: Annotated[
@@ -128,8 +129,9 @@ def run(
         str | None,
         typer.Option(
             metavar="JOB",
-            help="Start more workers of a job that runs here with parameter servers: the folder in its "
-            "MESHWRIGHT_SERVERS, or newest. They end alone.",
+            help="Start more workers of a job that runs with parameter servers: the folder in its MESHWRIGHT_SERVERS, "
+            "newest of this machine, or HOST:PORT of its scheduler. They end on their own; with --node-rank, they take "
+            "the place of those before them.",
             show_default=False,
         ),
     ] = None,
@@ -137,7 +139,7 @@ def run(
         str | None,
         typer.Option(
             metavar="N",
-            help="How many machines the job has; MIN:MAX (2:4) goes on with those that are there.",
+            help="How many machines the job has; with MIN:MAX (2:4) it runs on those that are there.",
             rich_help_panel=SEVERAL,
             show_default="1",
         ),
@@ -152,7 +154,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The name under which this machine may come again. Also MESHWRIGHT_NODE_ID.",
+            help="The name under which this machine may rejoin. Also MESHWRIGHT_NODE_ID.",
             rich_help_panel=SEVERAL,
         ),
     ] = None,
@@ -160,7 +162,7 @@ def run(
         bool,
         typer.Option(
             "--stop-alone",
-            help="A signal ends this machine alone: the others wait until it comes again, as --max-restarts allows.",
+            help="A signal ends only this machine: the others wait until it rejoins, as --max-restarts allows.",
             rich_help_panel=SEVERAL,
         ),
     ] = False,
@@ -168,7 +170,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Machines and ranks from a rank table as MindSpore's (JSON). Also RANK_TABLE_FILE.",
+            help="A rank table in MindSpore's JSON format, with machines and ranks. Also RANK_TABLE_FILE.",
             rich_help_panel=SEVERAL,
         ),
     ] = None,
@@ -183,6 +185,16 @@ def run(
             rich_help_panel=SEVERAL,
         ),
     ] = "600",
+    node_time_out: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a machine may be silent before it is lost: 30, or 9 with --replicas, whose copies take "
+            "over. Of machine 0, if it starts the scheduler.",
+            envvar="MS_NODE_TIMEOUT",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = "",
     last_call: Annotated[
         str,
         typer.Option(
@@ -201,9 +213,11 @@ def run(
     from meshwright.launch.from_table import with_table
     from meshwright.launch.job import Job, check, count, duration
     from meshwright.launch.nodes import placed
+    from meshwright.launchers.environment import one_of_several
 
+    index = node_rank if add_to is None else None
     typed = {
-        "nproc": nproc, "nnodes": nnodes, "world": world_size, "index": node_rank, "master_at": master, "id": node_id
+        "nproc": nproc, "nnodes": nnodes, "world": world_size, "index": index, "master_at": master, "id": node_id
     }  # fmt: skip
     nodes, counts = placed(
         os.environ,
@@ -213,10 +227,19 @@ def run(
         insecure=insecure,
         wait_seconds=duration(cluster_time_out, "--cluster-time-out"),
         last_call_seconds=duration(last_call, "--last-call"),
+        silent_seconds=duration(node_time_out or ("30" if replicas in ("", "0") else "9"), "--node-time-out"),
         stops_alone=stop_alone,
     )
     if stop_alone and nodes is None:
-        raise LaunchError("--stop-alone on one machine", why="it is about the others", hint="leave it out")
+        raise LaunchError(
+            "--stop-alone on one machine", why="it is about the other machines", hint="leave it out"
+        )
+    if nodes is None and add_to is None and (outer := one_of_several(os.environ)) is not None:
+        print(
+            f"{outer.launcher} has started {outer.world} launchers, and each runs a job of its own; for one job: "
+            "--nnodes and --master, or the script without meshwright run",
+            file=sys.stderr,
+        )
     server_count = None if servers is None else count(servers, "--servers")
     job = Job(
         nproc=counts[nodes.index if nodes is not None and len(counts) > 1 else 0],
@@ -247,11 +270,18 @@ def run(
     copies = count(replicas, "--replicas")
     if copies and server_count is None:
         raise LaunchError(
-            "--replicas without --servers", why="it copies parameter servers", hint="--servers 2"
+            "--replicas without --servers", why="replicas are copies of parameter servers", hint="--servers 2"
         )
     if add_to is not None and (server_count is not None or job.nodes is not None):
-        raise LaunchError("--add-to with servers or machines", why="the job has them", hint="leave them out")
-    with added(add_to) if add_to is not None else started(server_count, server_state, job.nodes, copies):
+        raise LaunchError(
+            "--add-to with servers or machines", why="the running job has them already", hint="leave them out"
+        )
+    if add_to is None:
+        beside = started(server_count, server_state, job.nodes, copies)
+    else:
+        place = None if node_rank is None else job.nproc * count(node_rank, "--node-rank")
+        beside = added(add_to, place, secret, certificates, insecure=insecure)
+    with beside:
         outcome = launch(job)
     if outcome.failure is not None:
         print(f"{type(outcome.failure).__name__}: {outcome.failure}", file=sys.stderr)

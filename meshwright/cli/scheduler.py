@@ -16,25 +16,26 @@ def scheduler(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where to listen: what nodes have as --master. Also MESHWRIGHT_MASTER, MS_SCHED_HOST and _PORT.",
+            help="Where to listen; nodes pass it as --master. Also MESHWRIGHT_MASTER, MS_SCHED_HOST and _PORT.",
             show_default=False,
         ),
     ] = None,
     nnodes: Annotated[
-        str | None, typer.Option(metavar="N", help="How many machines the job has; if left out, they say it.")
+        str | None,
+        typer.Option(metavar="N", help="How many machines the job has; if left out, the machines say it."),
     ] = None,
     world_size: Annotated[
         str | None, typer.Option(metavar="N", help="How many ranks the job has in all. Also MS_WORKER_NUM.")
     ] = None,
     max_restarts: Annotated[
         str,
-        typer.Option(metavar="N", help="Let the nodes start all ranks again after a failure, so many times."),
+        typer.Option(metavar="N", help="How often nodes may start all ranks again after a failure."),
     ] = "0",
     state: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where to keep what must outlive this process; started again, it goes on from there.",
+            help="Folder for the state of the scheduler; when started again, it continues from there.",
         ),
     ] = None,
     node_time_out: Annotated[
@@ -48,11 +49,11 @@ def scheduler(
     secret: SecretOption = None,
     certificates: CertificatesOption = None,
     insecure: InsecureOption = False,
-    stay: Annotated[bool, typer.Option("--stay", help="Go on when the job has ended.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep running when the job has ended.")] = False,
 ) -> None:
-    """Own the members, the keys and the values of a job over several machines.
+    """Keep the members, keys and values of a job on several machines.
 
-    Workers come in any order, and may come again. It ends when the job ends.
+    Workers may join in any order, and rejoin. It ends when the job ends.
     """
     from meshwright.launch.job import count, duration
     from meshwright.launch.scheduler_process import run, settings

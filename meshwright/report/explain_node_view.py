@@ -64,7 +64,7 @@ def choice_page(
     c: Choice,
     mesh: Mesh,
     others: Sequence[Alternative] = (),
-    step_seconds: float = 0.0,
+    price_seconds: float = 0.0,
 ) -> Group:
     """Return all that is known of one operator (`count` are like it)."""
     head = Text(module, style="bold").append(f" ×{count}" if count > 1 else "", style="dim")
@@ -78,7 +78,7 @@ def choice_page(
         if edges:
             parts += [Text(""), _edges(title, edges)]
     if others:
-        parts += [Text(""), _others(others, mesh, step_seconds, c.batch)]
+        parts += [Text(""), _others(others, mesh, price_seconds, c.batch)]
     return Group(*parts)
 
 
@@ -120,14 +120,14 @@ def _renamed(cut: str, batch: Sequence[str]) -> str:
     return cut
 
 
-def _others(others: Sequence[Alternative], mesh: Mesh, step_seconds: float, batch: Sequence[str]) -> Table:
+def _others(others: Sequence[Alternative], mesh: Mesh, price_seconds: float, batch: Sequence[str]) -> Table:
     table = _plain("other shardings of it alone")
-    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("price", justify="right", no_wrap=True)
     table.add_column("", justify="right", style="dim", no_wrap=True)
     for other in others[:MOST]:
         sign = "−" if other.more_seconds < 0 else "+"
         size = abs(other.more_seconds)
-        share = f"{sign}{100 * size / step_seconds:.1f} %" if step_seconds else ""
+        share = f"{sign}{100 * size / price_seconds:.1f} %" if price_seconds else ""
         table.add_row(_renamed(cut_words(other.strategy, mesh), batch), f"{sign}{show_seconds(size)}", share)
     if len(others) > MOST:
         table.add_row(Text(f"{len(others) - MOST} more cost more", style="dim"), "", "")

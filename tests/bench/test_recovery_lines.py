@@ -6,7 +6,8 @@ import pytest
 
 from bench.machines import Machine
 from bench.recovery_events import EVENTS, measured
-from bench.recovery_lines import Found, Line, after, furthest, longest, read
+from bench.recovery_lines import Found, Line, after, furthest, latest, longest, read, redone
+from bench.recovery_random import disturbed
 
 FOLDER = (
     (
@@ -32,6 +33,24 @@ def test_what_an_event_cost(lines):
     assert after(lines, 12.5, lambda line: line.pid >= 80) == Found(8.0, 1)
     assert after(lines, 10.5, lambda line: line.pid == 70) == Found(0.5, 0)
     assert after(lines, 12.5, lambda line: line.ranks == 1) is None
+
+
+def test_the_last_line_of_a_rank_is_read_without_the_rest(lines, tmp_path):
+    assert latest(tmp_path, 0) == lines[-1]
+    found = latest(tmp_path, 1)  # its last one is half there
+    assert found is not None and (found.step, found.pid) == (3, 81)
+    assert latest(tmp_path, 2) is None
+
+
+def test_a_step_is_done_once_more_by_others_or_behind_others():
+    def line(step, pid, ranks=2):
+        return Line(step, 1.0, 0.0, ranks, pid)
+
+    once = [line(1, 70), line(1, 71), line(2, 71), line(2, 70), line(3, 70, 1)]
+    assert redone(once) == 0
+    assert redone([*once, line(4, 70), line(4, 72)]) == 0  # it joins
+    assert redone([*once, line(3, 80), line(3, 81)]) == 1
+    assert redone([*once, line(4, 70, 1), line(2, 80, 1)]) == 1
 
 
 def test_the_longest_pause_is_that_of_a_process(lines):
@@ -61,3 +80,12 @@ def test_an_event(name, tmp_path, monkeypatch):
     assert row.found.lost <= name.startswith("memory")
     assert row.equal.startswith("yes" if name == "network" else ("yes", "on all ranks"))
     assert EVENTS[name] is row.event
+
+
+@pytest.mark.full
+@pytest.mark.procs
+@pytest.mark.timeout(900)
+def test_random_events_over_machines_lose_nothing(tmp_path):
+    result = disturbed(tmp_path, events=5, count=3, seed=11)
+    assert len(result.told) == 5
+    assert result.well, f"{result}"

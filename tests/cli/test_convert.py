@@ -47,7 +47,7 @@ def test_wrong_words_are_refused(meshwright, tmp_path):
         "--config",
         tmp_path / "a.safetensors",
     )
-    assert done.code == 2 and "is no configuration of a Hugging Face model" in done.err
+    assert done.code == 2 and "is not a configuration of a Hugging Face model" in done.err
     assert not (tmp_path / "hf").exists()
     done = meshwright("convert", tmp_path / "a.safetensors", tmp_path / "a.safetensors")
     assert "exists already" in done.err

@@ -90,10 +90,14 @@ def test_seconds_of_operators_add_up_to_the_price_of_the_step(made):
     assert computed == pytest.approx(price.compute)
 
 
+@pytest.mark.parametrize("hub", [False, True])
 @pytest.mark.parametrize("name", ["linear", "linear_1", "linear_2", "relu", "add"])
-def test_an_alternative_costs_what_the_whole_program_says(made, name):
-    captured, plan, _ = made
+def test_an_alternative_costs_what_the_whole_program_says(made, name, hub):
+    captured, plan, parts = made
     cluster = Cluster.preset("h100", ranks_per_node=4)
+    # As a value's hub is, from which its readers reshard: the split that it has without one.
+    hubs = {v: parts.resharded.layouts[v].forward for v in ("relu", "linear_1")} if hub else {}
+    plan = replace(plan, hubs=hubs)
     parts = cut(captured, plan, cluster)
     before = program_price(parts, cluster).total
     found = alternatives(captured.graph, parts, name, cluster)
