@@ -17,7 +17,9 @@ python -m bench guards                what is looked at before each step, and it
 python -m bench state                 saving and loading, against torch.distributed.checkpoint
 python -m bench recovery              ranks killed at 20 random moments, and losses equal to the last bit
 python -m bench recovery --events     what else breaks: seconds until the next step, steps lost, weights equal
+python -m bench recovery --random 30  random events in a row over three machines, of which the others go on
 python -m bench ps                    parameter servers: pull, push, rows, a slow worker, memory; against rpc and Ray
+python -m bench ps-prefetch           steps with tables on servers, with rows of the next batch read ahead or not
 python -m bench ps-tables             tables on servers, data parallel and as auto plans them, with what is predicted
 python -m bench gpu                   what a CUDA device shows (`make gpu`); has options of its own: --help
 python -m bench predict               predicted against measured steps; has options of its own: --help
@@ -77,6 +79,11 @@ def main() -> None:
         from bench.ps import main as ps
 
         ps()
+        return
+    if sys.argv[1:2] == ["ps-prefetch"]:
+        from bench.ps_prefetch import main as ps_prefetch
+
+        ps_prefetch()
         return
     if sys.argv[1:2] == ["ps-tables"]:
         from bench.ps_tables import main as ps_tables

@@ -21,11 +21,13 @@ from pathlib import Path
 
 import torch
 
+from bench.ps_added import added
 from bench.registration import scheduler
 from meshwright.launch.nodes import Nodes
 from meshwright.launch.servers import started
 from meshwright.servers import messages as m
-from meshwright.servers.meeting import FOLDER, meeting
+from meshwright.servers.meeting import meeting
+from meshwright.servers.places import FOLDER
 from meshwright.servers.shards import Parameter, Start, spread
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
@@ -216,4 +218,5 @@ def main() -> None:
     killed()
     killed(replicas=1)
     slow_worker()
+    added()
     others()

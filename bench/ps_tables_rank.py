@@ -56,7 +56,10 @@ def built(way: str, rows: int, given: dict[str, torch.Tensor]) -> Callable[[Any]
     if way == "servers":
         for table in net.tables:
             mw.on_server(
-                table, optimizer=lambda p: torch.optim.SparseAdam(p, lr=0.01), normal=(0.0, 0.1), seed=1
+                table.to("meta"),
+                optimizer=lambda p: torch.optim.SparseAdam(p, lr=0.01),
+                normal=(0.0, 0.1),
+                seed=1,
             )
         return mw.train_step(net, adam, given, loss=loss, mode="parameter_server")
     cluster = mw.Cluster.local(2) if way == "auto" else None

@@ -2,12 +2,14 @@
 
     python -m bench recovery [--kills 20] [--ranks 2] [--steps 400] [--seed 5] [--folder PATH]
     python -m bench recovery --events [NAME …] [--markdown]
+    python -m bench recovery --random 30 [--machines 3] [--seed 5]
 
 Every kill is `kill -9` of one rank, at a random moment: mostly between steps, within one or within a save, now and
 then while the ranks are still starting. `meshwright run --max-restarts` starts them again, and `mw.Autosave` goes on
 from the last checkpoint. Every loss that any attempt saw is compared with the undisturbed one, to the last bit.
 
-With `--events`: what else may happen to a job, and what each costs (`bench.recovery_events`).
+With `--events`: what else may happen to a job, and what each costs (`bench.recovery_events`). With `--random`: so many
+events in a row over machines, of which the others go on (`bench.recovery_random`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rich.table import Table
 
 from bench.recovery_events import EVENTS
 from bench.recovery_events import main as events
+from bench.recovery_random import disturbed
 from bench.recovery_run import EVERY
 
 SCRIPT = Path(__file__).with_name("recovery_run.py")
@@ -155,7 +158,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--folder", type=Path, help="for checkpoints and losses; by default a temporary one")
     parser.add_argument("--events", nargs="*", choices=tuple(EVENTS), metavar="NAME", help=", ".join(EVENTS))
     parser.add_argument("--markdown", action="store_true", help="the table of --events for a page")
+    parser.add_argument("--random", type=int, metavar="EVENTS", help="over machines, while the others go on")
+    parser.add_argument("--machines", type=int, default=3, help="for --random")
     options = parser.parse_args(arguments)
+    if options.folder:
+        options.folder.mkdir(exist_ok=True, parents=True)
+    if options.random is not None:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            result = disturbed(Path(name), options.random, options.machines, options.seed)
+        print(result)
+        raise SystemExit(not result.well)
     if options.events is not None:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             events(options.events, Path(name), options.markdown)

@@ -13,143 +13,24 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.machines import Machine, machines
-from bench.recovery_lines import Found, Line, after, furthest, longest, read
+from bench.recovery_job import PATIENCE_SECONDS, Job
+from bench.recovery_lines import Found, Line, furthest, longest
 
-SCRIPT = Path(__file__).with_name("recovery_run.py")
-PATIENCE_SECONDS = 180.0
-WARM_STEPS = 10  # before an event
-LAST_STEPS = 12  # after it
 DOWN_SECONDS = 20.0
 SLOW_SECONDS = 10.0
 ANY_MOMENT_SECONDS = 1.0  # a kill follows no step at once
-PORT = 29517
 ALONE = [Machine("127.0.0.1")]
-
-
-@dataclass
-class Job:
-    """A launched job, of which every machine may be started again. `options`: of `meshwright run`; `plan`: of
-    `recovery_run`."""
-
-    folder: Path
-    places: list[Machine]
-    options: tuple[object, ...]
-    plan: tuple[str, ...] = ()
-    ranks: int = 2
-    machines: int = 1  # of `places`, with which it begins
-    nnodes: str = ""  # MIN:MAX; else it is as many
-    scheduler: bool = False  # one of its own, rather than that of the first machine
-    secret: str = field(default_factory=secrets.token_hex)
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True)
-        self.each = self.ranks // self.machines
-        if self.scheduler:
-            self.schedule()
-        for place in range(self.machines):
-            self.start(place)
-
-    def _popen(self, place: int, *words: object) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parents[1])
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        command = (*self.places[place].prefix, sys.executable, "-m", "meshwright.cli", *words)
-        with (self.folder / f"stderr{place}").open("ab") as out:
-            return subprocess.Popen(
-                list(map(str, command)),
-                env={**os.environ, "PYTHONPATH": path, "MESHWRIGHT_SECRET": self.secret},
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-
-    @property
-    def master(self) -> str:
-        return f"{self.places[0].address}:{PORT}"
-
-    def start(self, place: int) -> None:
-        """Start a machine, for the first time or again."""
-        count = self.machines
-        one = "--node-rank" if place < count else "--node-id"
-        several = ("--nnodes", self.nnodes or count, one, place, "--master", self.master) if count > 1 else ()
-        script = (SCRIPT, self.folder, 10**6, *self.plan)
-        words = ("run", "--nproc", self.each, *several, *self.options, *script)
-        self.running[place] = self._popen(place, *words)
-
-    def schedule(self) -> None:
-        """Start the scheduler, for the first time or again."""
-        listen = ("--listen", self.master, "--state", self.folder / "kept")
-        self.running[-1] = self._popen(0, "scheduler", *listen)
-
-    def kill(self, place: int) -> float:
-        """Kill a machine, its ranks with their launcher, or the scheduler (-1); when."""
-        moment = time.time()
-        os.killpg(self.running[place].pid, signal.SIGKILL)
-        for rank in range(place * self.each, (place + 1) * self.each) if place >= 0 else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid(rank), signal.SIGKILL)
-        self.running[place].wait()
-        return moment
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank."""
-        return int((self.folder / f"pid{rank}").read_text())
-
-    def lines(self) -> list[Line]:
-        return read(self.folder)
-
-    def until(self, true: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not true():
-            ended = [p for p in self.running.values() if p.poll() not in (None, 0)]
-            if ended or time.monotonic() > end:
-                raise RuntimeError(f"the job ended before {what}\n{self.said()}")
-            time.sleep(0.02)
-
-    def warm(self, more: int = WARM_STEPS) -> frozenset[int]:
-        """Wait until all ranks have done some steps; their processes."""
-        begin = max((line.step for line in self.lines()), default=0)
-        self.until(
-            lambda: len({n.pid for n in self.lines() if n.step >= begin + more}) >= self.ranks, "it was warm"
-        )
-        return frozenset(self.pid(rank) for rank in range(self.ranks))
-
-    def next(self, moment: float, new: Callable[[Line], bool]) -> Found:
-        """What an event cost, once there has been a step since."""
-        self.until(lambda: after(self.lines(), moment, new), "the next step")
-        found = after(self.lines(), moment, new)
-        assert found is not None
-        return found
-
-    def end(self, last: int = 0) -> int:
-        """Have it end by itself, after a step or soon; its last step."""
-        last = last or max(line.step for line in self.lines()) + LAST_STEPS
-        (self.folder / "last").write_text(str(last))
-        for process in self.running.values():
-            if process.wait(PATIENCE_SECONDS):
-                raise RuntimeError(f"the job failed\n{self.said()}")
-        return last
-
-    def said(self) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("stderr*")))
-
-    def close(self) -> None:
-        for place, process in self.running.items():
-            if process.poll() is None:
-                self.kill(place)
 
 
 # ---- events: each gets a job that trains, and says what it cost, and what else there is to say
@@ -160,19 +41,29 @@ def rank_killed(job: Job) -> tuple[Found | None, str]:
     time.sleep(random.uniform(0, ANY_MOMENT_SECONDS))
     moment = time.time()
     os.kill(job.pid(1), signal.SIGKILL)
+    return job.next(moment, _next_step(job, known)), ""
+
+
+def _next_step(job: Job, known: frozenset[int]) -> Callable[[Line], bool]:
+    """Which steps are those after a loss: of ranks that are left, or of new processes."""
     if "continue" in job.options:
-        return job.next(moment, lambda line: line.ranks < job.ranks), ""
-    return job.next(moment, lambda line: line.pid not in known), ""
+        return lambda line: line.ranks < job.ranks
+    return lambda line: line.pid not in known
 
 
 def rank_back(job: Job) -> tuple[Found | None, str]:
     known, moment = job.warm(), time.time()
     os.kill(job.pid(1), signal.SIGKILL)
     job.next(moment, lambda line: line.ranks < job.ranks)
+    return _joined(job, known, moment, "it was killed")
+
+
+def _joined(job: Job, known: frozenset[int], moment: float, what: str) -> tuple[Found, str]:
+    """How long the others pause for a rank that joins them, and when it does after `what`."""
     found = job.next(moment, lambda line: line.pid not in known)
     joined = moment + found.seconds
-    pause = longest((n for n in job.lines() if n.pid in known), joined - 0.01, joined)
-    return Found(pause, 0), f"takes part {found.seconds:.1f} s after it was killed"
+    pause = longest((n for n in job.lines() if n.pid in known), joined - 1.0, joined)
+    return Found(pause, 0), f"takes part {found.seconds:.1f} s after {what}"
 
 
 def machine_lost(job: Job) -> tuple[Found | None, str]:
@@ -180,7 +71,14 @@ def machine_lost(job: Job) -> tuple[Found | None, str]:
     time.sleep(random.uniform(0, ANY_MOMENT_SECONDS))
     moment = job.kill(1)
     del job.running[1]
-    return job.next(moment, lambda line: line.pid not in known), ""
+    return job.next(moment, _next_step(job, known)), ""
+
+
+def machine_joins_others(job: Job) -> tuple[Found | None, str]:
+    machine_lost(job)
+    moment, known = time.time(), frozenset(line.pid for line in job.lines())
+    job.start(1)
+    return _joined(job, known, moment, "it was started")
 
 
 def machine_joins(job: Job) -> tuple[Found | None, str]:
@@ -266,7 +164,7 @@ class Event:
     ranks: int = 2
     machines: int = 1
     nnodes: str = ""
-    scheduler: bool = False
+    scheduler: tuple[object, ...] | None = None
 
     def job(self, folder: Path, places: list[Machine]) -> Job:
         how = (self.plan, self.ranks, self.machines, self.nnodes, self.scheduler)
@@ -277,9 +175,18 @@ EVENTS = {
     "rank": Event("rank killed", "all restart", rank_killed),
     "rank-continue": Event("rank killed", "the others go on", rank_killed, (*CONTINUE, 0), REPLICAS, 3),
     "rank-back": Event("rank back", "it joins", rank_back, (*CONTINUE, 1), REPLICAS, 3),
+    "rank-continue-machines": Event(
+        "rank killed, --nnodes 3", "the others go on", rank_killed, (*CONTINUE, 0), REPLICAS, 3, 3
+    ),
+    "machine-continue": Event(
+        "machine killed, --nnodes 3", "the others go on", machine_lost, (*CONTINUE, 0), REPLICAS, 3, 3
+    ),
+    "machine-continue-back": Event(
+        "machine back, --nnodes 3", "it joins", machine_joins_others, (*CONTINUE, 0), REPLICAS, 3, 3
+    ),
     "rank-memory": Event("rank killed", "all restart, from memory", rank_killed, plan=("zero", "memory")),
     "machine": Event("machine killed and back", "all restart", machine_killed, machines=2),
-    "scheduler": Event("scheduler killed and back", "nothing", scheduler_killed, machines=2, scheduler=True),
+    "scheduler": Event("scheduler killed and back", "nothing", scheduler_killed, machines=2, scheduler=()),
     "network": Event("network down for 20 s", "all wait", network_down, machines=2),
     "slow": Event("slow machine", "all wait", machine_slow, machines=2),
     "added": Event("machine added", "nothing", machine_added, machines=2),
@@ -342,7 +249,7 @@ def _weights(job: Job) -> set[str]:
 def main(names: list[str], folder: Path, markdown: bool = False) -> None:
     """Run events and print the table."""
     heads = ("event", "what the job does", "seconds", "steps lost", "weights equal", "remarks")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for name in names or EVENTS:
         row = measured(name, folder)
         cost = (f"{row.found.seconds:.2f}", str(row.found.lost)) if row.found is not None else ("", "")
@@ -358,4 +265,4 @@ def main(names: list[str], folder: Path, markdown: bool = False) -> None:
     Console(width=140, highlight=False).print(table)
 
 
-__all__ = ["EVENTS", "Event", "Job", "main", "measured"]
+__all__ = ["EVENTS", "Event", "main", "measured"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+TAIL_BYTES = 400  # of a file, which its last line is in
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,24 @@ def read(folder: Path) -> list[Line]:
     for file in folder.glob("losses*"):
         for text in file.read_text().splitlines(keepends=True):
             if text.endswith("\n"):
-                step, loss, at, ranks, pid = text.split()
-                found.append(Line(int(step), float.fromhex(loss), float(at), int(ranks), int(pid)))
+                found.append(_line(text.split()))
     return sorted(found, key=lambda line: line.at)
+
+
+def _line(words: Sequence[str]) -> Line:
+    step, loss, at, ranks, pid = words
+    return Line(int(step), float.fromhex(loss), float(at), int(ranks), int(pid))
+
+
+def latest(folder: Path, rank: int) -> Line | None:
+    """The last step that a rank has written."""
+    try:
+        with (folder / f"losses{rank}").open("rb") as source:
+            source.seek(max(0, source.seek(0, 2) - TAIL_BYTES))
+            words = source.read().decode().rpartition("\n")[0].rpartition("\n")[2].split()
+    except OSError:
+        return None
+    return _line(words) if words else None
 
 
 def after(lines: Iterable[Line], moment: float, new: Callable[[Line], bool]) -> Found | None:
@@ -60,6 +78,18 @@ def longest(lines: Iterable[Line], begin: float, end: float) -> float:
     return most
 
 
+def redone(lines: Iterable[Line]) -> int:
+    """How many steps were done once more: by more processes than took part in it, or when others were further. `lines`
+    in the order of time; of ranks that do steps together, one may be a step behind."""
+    top, again, done = 0, set[int](), Counter[int]()
+    for line in lines:
+        done[line.step] += 1
+        if line.step < top - 1 or done[line.step] > line.ranks:
+            again.add(line.step)
+        top = max(top, line.step)
+    return len(again)
+
+
 def furthest(lines: Iterable[Line], other: Iterable[Line]) -> float:
     """The largest relative difference of a loss from that of another run at the same step; infinite for a step that the
     other has not done."""
@@ -70,4 +100,4 @@ def furthest(lines: Iterable[Line], other: Iterable[Line]) -> float:
     )
 
 
-__all__ = ["Found", "Line", "after", "furthest", "longest", "read"]
+__all__ = ["Found", "Line", "after", "furthest", "latest", "longest", "read", "redone"]

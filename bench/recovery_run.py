@@ -34,7 +34,9 @@ def options(plan: str, ranks: int) -> dict[str, Any]:
 def main(folder: Path, steps: int, plan: str = "zero", memory: str = "") -> None:
     """Train until so many steps are done, from wherever the checkpoints in the folder are."""
     rank = os.environ["RANK"]
-    (folder / f"pid{rank}").write_text(str(os.getpid()))  # before the imports, which may be killed as well
+    beside = folder / f"pid{rank}.new"  # before the imports, which may be killed as well
+    beside.write_text(str(os.getpid()))
+    beside.replace(folder / f"pid{rank}")
 
     import torch
     from torch.utils.data import DataLoader
@@ -46,17 +48,18 @@ def main(folder: Path, steps: int, plan: str = "zero", memory: str = "") -> None
     model, batch, loss = gpt.build(gpt.GPTConfig(48, 24, 3, 6, SEQUENCE, dropout=0.1), batch=8)
     model = model.double()  # then a step too many is seen beside what rounds
     tokens = torch.randint(0, 48, (80, SEQUENCE + 1))
-    samples = [{"ids": row[:-1], "targets": row[1:]} for row in tokens]
+    samples: Any = [{"ids": row[:-1], "targets": row[1:]} for row in tokens]
     step = mw.train_step(
         model,
-        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
         batch,
         loss=loss,
         cache=folder / "captures",
         exact_random=True,  # those of one device, for every number of ranks
         **options(plan, int(os.environ["WORLD_SIZE"])),
     )
-    loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True), step)
+    order = torch.Generator().manual_seed(0)
+    loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True, generator=order), step)
     autosave = mw.Autosave(
         step, folder / "ckpt", every=EVERY, data=loader, async_=True, memory_every=int(memory == "memory")
     )
