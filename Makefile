@@ -38,9 +38,10 @@ test-rest: $(READY)
 
 test-all: test test-rest
 
-# Some fifteen minutes the first time: the control plane goes into ~/.cache/meshwright/k8s.
+# Some fifteen minutes the first time: the control plane goes into ~/.cache/meshwright/k8s. With KUBECONFIG and
+# K8S_TEST_IMAGE, an image that its nodes can pull, the tests run in that cluster.
 k8s-test: $(READY)
-	tools/build_kubernetes.sh
+	[ -n "$$K8S_TEST_IMAGE" ] || tools/build_kubernetes.sh
 	$(BIN)/python -m pytest -m slow tests/k8s $(ARGS)
 	cat build/k8s.json
 
