@@ -150,12 +150,13 @@ def _attempt(
         raise Stopped
     if vain is not None:
         return Outcome(1, vain, folder)
-    outcome = _outcome(job, span, ranks, watch, departures, folder, cut_short, survived)
+    outcome = _outcome(job, party, span, ranks, watch, departures, folder, cut_short, survived)
     return replace(outcome, log_dir=folder) if left is not None and left.said_where else outcome
 
 
 def _outcome(
     job: Job,
+    party: Alone | Member,
     span: Span,
     ranks: Ranks,
     watch: Watch,
@@ -179,7 +180,7 @@ def _outcome(
     stopped = {e.rank for e in ends if e.stopped and not failure.raised(e)}
     whole = set(span.ranks) - {e.rank for e in ends} | {r for r in stopped if watch.ended(r)}
     lost = failure.lost_a_peer(failure.tail(end.log))
-    if lost and (early := departures.early(whole)):
+    if lost and (early := departures.early(whole, party.over)):
         log = folder / f"rank{early[0].rank}.log" if early[0].rank in span.ranks else None
         error = failure.ended_early(error, leaving(early, span.world), log)
     # Who joined or was left has not begun the same collectives as the others.

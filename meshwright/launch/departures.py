@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +31,8 @@ WAIT_SECONDS = 1.0  # a rank that waits less is not looked at
 SILENT_SECONDS = 10.0  # a rank on a GPU is not seen to wait: its record stands still
 ASK_SECONDS = 2.0  # between two questions to the scheduler
 PATIENCE_SECONDS = 2.0  # for a scheduler that is away
+WORD_SECONDS = 3.0  # for the word of another machine about a lost peer: some looks, on a busy machine
+AGAIN_SECONDS = 0.1  # between two looks for it
 OTHER_END = {"sent": "received", "received": "sent"}
 BESIDE_STEPS = (
     "save",
@@ -155,10 +157,20 @@ class Departures:
         self._thread.join()
         self._tell(self._of(self._ranks.ended_well()))
 
-    def early(self, ended: Iterable[int]) -> list[Left]:
-        """The ranks that have ended without an error before others failed: `ended`, or else those of other machines."""
-        self._asked = 0.0
-        return self._of(sorted(ended)) or [g for g in self.elsewhere().values() if g.ended]
+    def early(self, ended: Iterable[int], over: Callable[[], bool]) -> list[Left]:
+        """The ranks that have ended without an error before others failed: `ended`, or else those of other machines.
+
+        The failure of a rank that lost a peer may be seen here before the other machine has looked at that peer, so
+        its word is waited for, unless the attempt is `over` for another reason."""
+        here, until = self._of(sorted(ended)), time.monotonic() + WORD_SECONDS
+        if here or self._client is None:
+            return here
+        while True:
+            self._asked = 0.0
+            last = over() or time.monotonic() > until
+            if (found := [g for g in self.elsewhere().values() if g.ended]) or last:
+                return found
+            time.sleep(AGAIN_SECONDS)
 
     def _of(self, ended: Iterable[int]) -> list[Left]:
         return [g for r in ended if (g := left(r, self._seen(r), True)) is not None]
