@@ -18,6 +18,7 @@ import torch
 
 import meshwright as mw
 from bench.gpu_checks import Found, Part, Place
+from bench.gpu_fair import Recorded, compare, nudge
 from bench.gpu_programs import PROGRAMS, Program
 from bench.models import CONFIGS, built_from
 from bench.one_rank import MEGATRON, narrow, run, show
@@ -32,7 +33,6 @@ from meshwright.request import request_for
 
 WARM_UP = 3
 ROUNDS_SECONDS = 1.0  # over a step of the slowest contender: how many rounds are measured
-FAIR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative: further apart, losses are no comparison
 OURS, EAGER, COMPILED, BOTH = "ours", "eager", "torch.compile", "ours, compiled"
 
 
@@ -55,9 +55,11 @@ def _ours(place: Place, program: Program, compiled: bool = False) -> Step:
     return lambda: step(batch)
 
 
-def _theirs(place: Place, program: Program, compiled: bool = False) -> Step:
+def _theirs(place: Place, program: Program, compiled: bool = False, nudged: bool = False) -> Step:
     """The same by hand."""
     model, batch, loss = program.build(place)
+    if nudged:
+        nudge(model)
     optimizer = adamw(model.parameters())
     forward = torch.compile(loss) if compiled else loss
 
@@ -96,10 +98,13 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     if program.compiled and place.cuda:
         contenders[COMPILED] = lambda: _theirs(place, program, compiled=True)
         contenders[BOTH] = lambda: _ours(place, program, compiled=True)
-    steps, sizes = dict[str, Step](), dict[str, int]()
+    steps, sizes = dict[str, Recorded](), dict[str, int]()
     for name, make in contenders.items():
-        steps[name], sizes[name] = place.with_peak(make)
-    times = _times(place, program, steps)
+        made, sizes[name] = place.with_peak(lambda make=make: Recorded(make()))
+        assert isinstance(made, Recorded)
+        steps[name] = made
+    spread = _alike(place, program, steps)
+    times = _times(place, steps)
     ours_s, ours_bytes = times.median(OURS), sizes[OURS]
     shown = [f"step {ours_s * 1e3:.2f} ms"]
     if predicted is not None:
@@ -112,7 +117,9 @@ def _measured(place: Place, title: str, program: Program) -> Found:
         shown += [f"compiled {took:.2f} ms, {_quartiles(times.ratio(COMPILED, BOTH))} of {COMPILED}'s"]
     if EAGER in sizes:
         shown += [f"peak {ours_bytes / sizes[EAGER]:.3f} of eager's"]
-    data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted}
+    if spread:
+        shown += [f"losses as close as those of eager runs that start one rounding apart ({spread:.1g})"]
+    data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted, "spread": spread}
     return "; ".join(shown), data
 
 
@@ -121,18 +128,27 @@ def _quartiles(found: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f} – {high:.3f})"
 
 
-def _times(place: Place, program: Program, steps: dict[str, Step]) -> Times:
-    """All in turn, in alternating order."""
+def _alike(place: Place, program: Program, steps: Mapping[str, Recorded]) -> float:
+    """Warm up all, and compare their losses from the first on; the spread of eager runs, where it was needed."""
     for _ in range(WARM_UP):
-        losses = {name: step().item() for name, step in steps.items()}
-        if any(abs(losses[OURS] - x) > FAIR[program.dtype] * abs(x) for x in losses.values()):
-            raise AssertionError(f"the steps compute different things: losses {losses}")
+        for step in steps.values():
+            step()
+
+    def twin(count: int) -> list[float]:
+        step = _theirs(place, program, nudged=True)
+        return [step().item() for _ in range(count)]
+
+    return compare({name: step.stop() for name, step in steps.items()}, OURS, program.dtype, twin)
+
+
+def _times(place: Place, steps: Mapping[str, Step]) -> Times:
+    """All in turn, in alternating order."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     with collected():
         once = max(_seconds(place, step) for step in steps.values())
         rounds = 5 if place.small else max(7, min(15, int(ROUNDS_SECONDS / once)))
         for number in range(rounds):
-            for name in steps if number % 2 == 0 else reversed(steps):
+            for name in steps if number % 2 == 0 else reversed([*steps]):
                 taken[name].append(_seconds(place, steps[name]))
     return Times(taken)
 

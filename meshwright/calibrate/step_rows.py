@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,21 +28,25 @@ from meshwright.calibrate.plan import LEVEL, Pace, Point
 from meshwright.capture import Captured
 from meshwright.capture.pytree import leaves
 from meshwright.compile import captured_of, lower, plan_captured, values_of
-from meshwright.core.graph import DTYPES, Graph
+from meshwright.core.graph import DTYPES, TRANSFERS, Graph
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Level
+from meshwright.cost.cluster_data import Device, Measured
+from meshwright.cost.host import copy_seconds, place, update_seconds_there
 from meshwright.cost.machine import ALIKE, issue_seconds, launch_seconds, launches_of, seconds, update_seconds
 from meshwright.cost.operators import Work, work
 from meshwright.cost.reduction import STARTS, adding_seconds
 from meshwright.partition import Partition
+from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.interleave import original
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.sharded_update import update_layout
 from meshwright.plan.plan import Plan
 from meshwright.predict.accumulated import added, added_share
+from meshwright.predict.offload_tasks import KEPT, LINK
 from meshwright.predict.price import letter_sizes, on_cluster
-from meshwright.predict.tasks import ADDING, step_tasks
+from meshwright.predict.tasks import ADDING, HOST, step_tasks
 from meshwright.predict.timeline import COMPUTE, Task, play
 from meshwright.redistribute.steps import origin
 from meshwright.runtime.communicator import ProcessGroups
@@ -54,6 +58,7 @@ HIDDEN, HIDDEN_ROWS = "hidden", "hidden_rows"  # sums beside what it computes, a
 LAUNCH = "launch"  # of operators: the interpreter, autograd's own
 ISSUE = "issue"  # the same on a host that runs ahead of its device
 UPDATE = "update"
+COPY = "copy"  # between device and host; what the host updates
 STATES = 2  # moments of a parameter: steps are taken with AdamW
 NUDGE = 1e-3  # of a factor, for a derivative
 
@@ -93,19 +98,25 @@ class Prediction:
 
 def describe_step(parts: Partition, cluster: Cluster) -> dict[str, Any]:
     """Describe a step of the rank at the origin, as JSON: the mesh, and the tasks in host order. Each task has its
-    dependencies and one of: its work (class, dtype, FLOPs, bytes, launches); the parameters that it updates (elements
-    and bytes of each); the gradients that it adds up (the share of micro-batches and the bytes of each); what it sends
-    (kind, axes, bytes, whether it is waited for).
+    dependencies and one of: its work (class, dtype, FLOPs, bytes, launches), the work that backward does again before
+    it, and whether the host does it; the parameters that it updates (elements and bytes of each, and where the update
+    runs if not on the device); the gradients that it adds up (the share of micro-batches and the bytes of each); what
+    it sends (kind, axes, bytes, whether it is waited for); the bytes of a copy to the host or back (and whether the
+    program waits).
 
-    The cluster determines the level of each mesh axis; its rates do not matter.
+    The cluster determines the level of each mesh axis and whether the host is another place than the device; its rates
+    do not matter.
     """
     mesh = on_cluster(parts.plan.mesh, cluster)
     done = works(parts)
+    again = demand_within(parts.again, parts.local(mesh.rank(origin(mesh))))
     copy_of = first_program(parts, mesh.rank(origin(mesh))).copy_of if parts.copies > 1 else {}
     entry: dict[str, Any]
     tasks: list[dict[str, Any]] = []
     for task in step_tasks(parts, cluster, STATES):
-        if not task.computes:
+        if LINK in task.streams or task.about.get("operator") in (KEPT, *TRANSFERS):
+            entry = {"copy": [float(str(task.about["bytes"])), list(task.streams)]}
+        elif not task.computes and HOST not in task.streams:
             names = str(task.about["axes"]).split(",")
             axes = [a for name in names for a in mesh.resolve(name)]
             sent = [task.about["collective"], axes, task.about["sent_bytes"], COMPUTE in task.streams]
@@ -121,6 +132,10 @@ def describe_step(parts: Partition, cluster: Cluster) -> dict[str, Any]:
                 entry = {"add": [added_share(parts), [one.size_bytes for one in added(parts)[name]]]}
             else:
                 entry = {"work": _half(done[name], task.kind)}
+                if task.kind == "backward" and name in again:
+                    entry["again"] = _half(done[name], "forward")
+                if HOST in task.streams:
+                    entry["host"] = True
         tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
     return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
 
@@ -145,13 +160,17 @@ def _half(done: Work, phase: str) -> list[Any]:
     return [done.kind, done.dtype, *map(float, amounts), done.name, bias]
 
 
-def _updated(parts: Partition) -> list[list[int]]:
-    at = origin(parts.plan.mesh)
-    return [
-        [math.prod(update_layout(parts, e).local_shape(parts.plan.mesh, at)), DTYPES[e.type.dtype]]
-        for e in parts.resharded.graph.input_of("parameter")
-        if e.needs_grad
-    ]
+def _updated(parts: Partition) -> list[list[Any]]:
+    at, offloaded = origin(parts.plan.mesh), "optimizer" in parts.plan.techniques.offload
+    found: list[list[Any]] = []
+    for e in parts.resharded.graph.input_of("parameter"):
+        if not e.needs_grad:
+            continue
+        elements = math.prod(update_layout(parts, e).local_shape(parts.plan.mesh, at))
+        host, parameters = e.name in parts.resharded.hosted, e.name in parts.resharded.host_parameters
+        there = {"host": host, "offloaded": offloaded, "parameters": parameters}
+        found.append([elements, DTYPES[e.type.dtype], *([there] if any(there.values()) else [])])
+    return found
 
 
 def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
@@ -176,7 +195,11 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
             streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
     elif "update" in task:
         spent = {UPDATE: 0.0, LAUNCH: 0.0}
-        for elements, itemsize in task["update"]:
+        for elements, itemsize, *there in task["update"]:
+            if there and cluster.host_bytes_per_s:
+                whole = update_seconds_there(float(elements), STATES, itemsize, cluster, **there[0])
+                spent[COPY] = spent.get(COPY, 0.0) + float(whole)
+                continue
             whole = update_seconds(float(elements), STATES, cluster.device, cluster.measured, itemsize)
             spent[UPDATE] += float(whole) - launch
             spent[LAUNCH] += launch
@@ -185,17 +208,17 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         whole = share * math.fsum(float(adding_seconds(size, cluster)) for size in sizes)
         spent = {LAUNCH: share * STARTS * launch * len(sizes)}
         spent["memory"] = whole - spent[LAUNCH]
+    elif "copy" in task:
+        size, streams = task["copy"]
+        streams, spent = tuple(streams), {COPY: copy_seconds(size, cluster)}
     elif "work" in task:
-        name, dtype, flops, moved, launches, operator, bias = task["work"]
-        half = int(task["phase"] != "forward")
-        amounts = [
-            x for amount in (flops, moved, launches) for x in ((0.0, amount) if half else (amount, 0.0))
-        ]
-        one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
-        whole = float(seconds(one, cluster.device, cluster.measured)[half])
-        launches = float(launches_of(one, cluster.device)[half])
-        issue = launches * issue_seconds(cluster.device, cluster.measured)
-        spent = {ALIKE.get(name, name): whole - launches * launch, LAUNCH: launches * launch}
+        host = bool(task.get("host"))
+        if host and cluster.host_bytes_per_s:
+            streams = (COMPUTE, HOST)
+        where = place(cluster, host)
+        for phase, half in ((task["phase"], task["work"]), ("forward", task.get("again"))):
+            if half is not None:
+                issue += _add_work(half, int(phase != "forward"), where, cluster, spent)
     return Task(
         task["name"],
         streams,
@@ -204,6 +227,27 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
         task["phase"],
         issue_seconds=issue,
     ), spent
+
+
+def _add_work(
+    half: Sequence[Any],
+    backward: int,
+    where: tuple[Device, Measured],
+    cluster: Cluster,
+    spent: dict[str, float],
+) -> float:
+    """Add the seconds of one half of an operator to those by class; return the host's to issue it."""
+    name, dtype, flops, moved, launches, operator, bias = half
+    amounts = [
+        x for amount in (flops, moved, launches) for x in ((0.0, amount) if backward else (amount, 0.0))
+    ]
+    one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
+    whole = float(seconds(one, *where)[backward])
+    starting = float(launches_of(one, where[0])[backward]) * launch_seconds(*where)
+    kind = ALIKE.get(name, name)
+    spent[kind] = spent.get(kind, 0.0) + whole - starting
+    spent[LAUNCH] = spent.get(LAUNCH, 0.0) + starting
+    return float(launches_of(one, cluster.device)[backward]) * issue_seconds(cluster.device, cluster.measured)
 
 
 DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"

@@ -54,8 +54,13 @@ def host_seconds(parts: Partition, activation: SavedActivation, mesh: Mesh, clus
 
 def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> float:
     """Return the seconds of one copy of an offloaded parameter, by its transfer's name."""
+    return copy_seconds(copied_bytes(parts, name, mesh), cluster)
+
+
+def copied_bytes(parts: Partition, name: str, mesh: Mesh) -> int:
+    """Return the bytes of a transfer's result on the rank at the origin."""
     elements = math.prod(parts.resharded.layouts[name].local_shape(mesh, origin(mesh)))
-    return copy_seconds(elements * DTYPES[parts.resharded.graph.types[name].dtype], cluster)
+    return elements * DTYPES[parts.resharded.graph.types[name].dtype]
 
 
-__all__ = ["fetch_seconds", "host_seconds", "moved_values", "activation_prices"]
+__all__ = ["copied_bytes", "fetch_seconds", "host_seconds", "moved_values", "activation_prices"]

@@ -25,12 +25,13 @@ from meshwright.partition.backward_demand import demand_within
 from meshwright.partition.interleave import in_copies, named
 from meshwright.partition.parameter_offload import fetch_runs
 from meshwright.predict.bucket_tasks import Item
-from meshwright.predict.offload_prices import fetch_seconds, host_seconds
+from meshwright.predict.offload_prices import copied_bytes, fetch_seconds, host_seconds
 from meshwright.predict.timeline import COMPUTE, Task
 from meshwright.redistribute import Step
 from meshwright.redistribute.steps import origin
 
 LINK = "host link"
+KEPT = "kept on the host"  # instead of an operator: a saved activation
 # collectives that the compute stream waits for, in a phase
 Talk = Callable[[Node, Sequence[Step], str], None]
 
@@ -129,7 +130,7 @@ class ActivationTasks:
         here, activation = len(self.items), self.moved[value]
         about = {
             "module": self._maker(activation).module,
-            "operator": "kept on the host",
+            "operator": KEPT,
             "bytes": self.sizes[value],
         }
         streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
@@ -218,7 +219,11 @@ class FetchTasks:
 
     def _copy(self, name: str, phase: str, last: int) -> None:
         node = self.parts.resharded.graph.producers[name]
-        about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
+        about = {
+            "module": node.module,
+            "operator": node.op,
+            "bytes": copied_bytes(self.parts, name, self.mesh),
+        }
         streams = (LINK,) if self.cluster.host_bytes_per_s else (COMPUTE,)
         seconds = fetch_seconds(self.parts, name, self.mesh, self.cluster)
         self._ahead[name] = len(self.items)
@@ -232,4 +237,4 @@ class FetchTasks:
         return len(self.items) - 1
 
 
-__all__ = ["FetchTasks", "LINK", "ActivationTasks"]
+__all__ = ["FetchTasks", "KEPT", "LINK", "ActivationTasks"]

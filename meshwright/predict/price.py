@@ -45,7 +45,7 @@ from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.sharded_update import gathered, update_layout
 from meshwright.partition.stages import check_one_stage
 from meshwright.predict.accumulated import added_seconds
-from meshwright.predict.offload_prices import activation_prices, fetch_seconds
+from meshwright.predict.offload_prices import activation_prices, copied_bytes, fetch_seconds
 from meshwright.redistribute.prices import Prices, total_seconds
 from meshwright.redistribute.steps import largest_size, origin, wire_elements
 
@@ -263,8 +263,7 @@ def reshard_prices(
 
 def transfer_price(parts: Partition, node: Node, mesh: Mesh, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of a transfer over the link to the host, forward and backward."""
-    elements = math.prod(parts.resharded.layouts[node.name].local_shape(mesh, origin(mesh)))
-    once = float(transfer_seconds(elements * DTYPES[node.outputs[0].dtype], cluster))
+    once = float(transfer_seconds(copied_bytes(parts, node.name, mesh), cluster))
     return once, once if any(node.needs_grad) else 0.0
 
 

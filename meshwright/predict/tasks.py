@@ -34,7 +34,7 @@ from meshwright.partition.sharded_update import gathered_bytes, gathered_last
 from meshwright.partition.stages import check_one_stage
 from meshwright.predict.bucket_tasks import Arrival, BucketTasks, Item, Pass, arrivals, sent
 from meshwright.predict.issued import Issued
-from meshwright.predict.offload_prices import moved_values
+from meshwright.predict.offload_prices import copied_bytes, moved_values
 from meshwright.predict.offload_tasks import LINK, ActivationTasks, FetchTasks
 from meshwright.predict.price import NodePrice, node_prices, on_cluster, parameter_prices, transfer_price
 from meshwright.predict.timeline import COMPUTE, Task, Timeline, play
@@ -220,7 +220,8 @@ class StepTasks:
         seconds = back if phase == "backward" else there
         if seconds > 0.0:
             self._last = len(self.items)
-            about = {"module": node.module, "operator": node.op, "bytes": node.outputs[0].size_bytes}
+            sent = copied_bytes(self.parts, one.name, self.mesh)
+            about = {"module": node.module, "operator": node.op, "bytes": sent}
             self.items.append(Task(node.name, (COMPUTE, LINK), seconds, (), phase, about))
 
     def _send(

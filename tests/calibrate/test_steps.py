@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import MODELS
 from meshwright.calibrate.plan import PACES, QUICK, MeasuredRow, Point
-from meshwright.compile import captured_of, lower
+from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.mesh import Mesh
+from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.predict.tasks import simulate
+from meshwright.request import request_for
 from meshwright.runtime.communicator import Alone
 from tests.partition.models import UNEVEN
 
@@ -58,6 +61,38 @@ def test_a_described_step_is_priced_as_the_planner_simulates_it(name: str, asked
     assert made.seconds() == pytest.approx(simulate(parts, gpu).step_seconds, rel=1e-9)
     assert "issue" in made.shares()
     assert math.fsum(made.shares().values()) == pytest.approx(made.seconds(), rel=1e-3)
+
+
+@pytest.mark.parametrize("link", [0.0, 5e10])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"recompute": "full"},
+        {"offload": "activations"},
+        {"offload": ["parameters", "optimizer", "activations"]},
+        {"offload": "activations", "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_a_step_with_work_of_the_host_is_priced_as_the_planner_simulates_it(
+    asked: dict[str, Any], link: float
+) -> None:
+    """Copies, updates on the host, and what backward computes again."""
+    captured = captured_of(*MODELS["step llama"][0](2))
+    cluster = replace(
+        Cluster.preset("h100", ranks_per_node=1),
+        measured=UNEVEN,
+        host_bytes_per_s=link,
+        host_memory_bytes=10**12,
+    )
+    cluster = replace(cluster, device=replace(cluster.device, issue_seconds=2e-5))
+    plan = plan_captured(captured, 1, "stand_alone", None, request_for(cluster), techniques_from(asked))
+    parts = lower(captured, plan)
+    about = json.loads(json.dumps(steps.describe_step(parts, cluster)))
+    made = steps.priced(about, cluster)
+    assert made.seconds() == pytest.approx(simulate(parts, cluster).step_seconds, rel=1e-9)
+    assert math.fsum(made.shares().values()) == pytest.approx(made.seconds(), rel=1e-2)
+    assert any("copy" in task or "again" in task for task in about["tasks"])
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
