@@ -194,17 +194,22 @@ EVENTS = {
         "machine killed, --nnodes 2:3", "the others begin again", machine_lost, ELASTIC, (), 3, 3, "2:3"
     ),
     **{
-        f"memory-{plan}": Event(
+        name: Event(
             f"machine killed, --nnodes 2:3, {title}",
             "the others begin again, from memory",
             machine_lost,
             ELASTIC,
-            (plan, "memory"),
+            (plan, memory),
             3,
             3,
             "2:3",
         )
-        for plan, title in (("zero", "ZeRO"), ("tensor", "tensor parallel"), ("stages", "pipeline"))
+        for name, plan, memory, title in (
+            ("memory-zero", "zero", "memory", "ZeRO"),
+            ("memory-tensor", "tensor", "memory", "tensor parallel"),
+            ("memory-stages", "stages", "memory", "pipeline"),
+            ("memory-beside", "tensor", "memory-beside", "tensor parallel, async_=True"),
+        )
     },
     "elastic-back": Event(
         "machine back, --nnodes 2:3", "all begin again", machine_back, ELASTIC, (), 3, 3, "2:3"

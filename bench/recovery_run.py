@@ -1,9 +1,11 @@
 """What `bench.recovery` disturbs: training with dropout, a shuffled loader and saves beside the steps. Each rank writes
-its process down before all else, and then every loss, bit for bit. A file `last` in the folder ends the job after the
-step that it names. PLAN: `zero` (the optimizer is sharded), `replicas` (each rank holds all), `tensor` (perceptrons are
-split), `stages` (a pipeline); `memory`: copies of each step, in memory.
+its process down before all else, and then the loss of every step that is done, bit for bit. A step is done when
+`autosave()` has returned. A file `last` in the folder ends the job after the step that it names.
 
-    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS [PLAN [memory]]
+PLAN: `zero` (the optimizer is sharded), `replicas` (each rank holds all), `tensor` (perceptrons are split), `stages` (a
+pipeline). `memory`: copies of each step in memory, for which `autosave()` waits; `memory-beside`: it does not.
+
+    meshwright run --nproc 2 --max-restarts 20 bench/recovery_run.py FOLDER STEPS [PLAN [memory | memory-beside]]
 """
 
 from __future__ import annotations
@@ -61,19 +63,22 @@ def main(folder: Path, steps: int, plan: str = "zero", memory: str = "") -> None
     order = torch.Generator().manual_seed(0)
     loader = mw.shard_loader(DataLoader(samples, batch_size=8, shuffle=True, generator=order), step)
     autosave = mw.Autosave(
-        step, folder / "ckpt", every=EVERY, data=loader, async_=True, memory_every=int(memory == "memory")
+        step,
+        folder / "ckpt",
+        every=EVERY,
+        data=loader,
+        async_=memory != "memory",
+        memory_every=int(bool(memory)),
     )
     with (folder / f"losses{rank}").open("a") as losses:
         while step.steps < steps:
             for part in loader:
                 value = step(part).item()
+                autosave()
                 told = (step.steps, value.hex(), f"{time.time():.4f}", step.mesh.size, os.getpid())
                 losses.write(" ".join(map(str, told)) + "\n")
                 losses.flush()
-                autosave()
-                time.sleep(
-                    0.1 if memory else 0.02
-                )  # so that a kill meets a step, a save, or what lies between
+                time.sleep(0.02)  # so that a kill meets a step, a save, or what lies between
                 if (folder / "last").exists():
                     steps = int((folder / "last").read_text())
                 if step.steps >= steps:

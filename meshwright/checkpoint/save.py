@@ -48,6 +48,7 @@ class Saves:
         self.step, self.plan, self.patience_seconds = step, plan, patience_seconds
         self.temporary = sorted(temporary)
         self.come_seconds = COME_SECONDS
+        self._met = False  # all ranks have come to a save of this step
         self._owned: dict[Path, Lock] = {}
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -93,7 +94,7 @@ class Saves:
     def follow(self, step: LocalStep, plan: Plan) -> None:
         """From now on save another step, of the same state. A save that is under way is given up: a rank was lost, and
         with it perhaps its part."""
-        self.step, self.plan = step, plan
+        self.step, self.plan, self._met = step, plan, False
         if self._job is not None:
             self._job.given_up = True
         self._thread, self._job = None, None
@@ -124,17 +125,7 @@ class Saves:
 
     def _agree(self, path: Path) -> tuple[Path, Path]:
         """The folders to write in, which rank 0 makes. Raises CheckpointError on all ranks."""
-        if isinstance(self.step.world, ProcessGroups) and (missing := late("step.save", self.come_seconds)):
-            named = (
-                f"rank {missing[0]} has"
-                if len(missing) == 1
-                else f"ranks {', '.join(map(str, missing))} have"
-            )
-            raise CheckpointError(
-                f"{named} not called step.save within {self.come_seconds:.0f} s",
-                why="a checkpoint has the parts of all ranks, and each rank writes its own",
-                hint="call step.save on every rank, not under `if rank == 0`",
-            )
+        self._meet()
         self.step.comparison.compare(self.step.rank.step)
         told, mine = "", None
         if self.step.world.rank == 0:
@@ -162,6 +153,24 @@ class Saves:
                 Path(made).rmdir()
             raise
         return Path(made), Path(named)
+
+    def _meet(self) -> None:
+        """See that all ranks come to the first save. Later ones meet in collectives alone: they need no store, so the
+        scheduler that has it may be away. Raises CheckpointError."""
+        if self._met or not isinstance(self.step.world, ProcessGroups):
+            return
+        if missing := late("step.save", self.come_seconds):
+            named = (
+                f"rank {missing[0]} has"
+                if len(missing) == 1
+                else f"ranks {', '.join(map(str, missing))} have"
+            )
+            raise CheckpointError(
+                f"{named} not called step.save within {self.come_seconds:.0f} s",
+                why="a checkpoint has the parts of all ranks, and each rank writes its own",
+                hint="call step.save on every rank, not under `if rank == 0`",
+            )
+        self._met = True
 
 
 def _tensor(part: Part, *, copied: bool) -> Tensor:

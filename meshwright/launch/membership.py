@@ -159,9 +159,7 @@ class Member:
                 state = client.ask(watch, m.State, WATCH_SECONDS)
             except LaunchError:
                 if not told and time.monotonic() - began > AWAY_SECONDS:
-                    self._say(
-                        "does not answer: ranks go on until they save, and a loss is handled once it is back"
-                    )
+                    self._say("does not answer: training goes on, and a loss is handled once it is back")
                     told = True
                 continue
             if told:

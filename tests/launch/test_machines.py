@@ -181,27 +181,75 @@ def test_a_wrong_secret_is_refused_and_the_job_goes_on(launches: Launches, sever
     launches.wait_until_gone()
 
 
+def scheduler(several: Several) -> subprocess.Popen[str]:
+    """A scheduler of its own, which listens."""
+    at = f"{several.two[0].address}:{PORT}"
+    found = several.launches.start("--listen", at, "--state", "kept", env={**ROOT, **KEY},
+                                   prefix=several.two[0].prefix, verb="scheduler")  # fmt: skip
+    assert found.stdout is not None
+    assert found.stdout.readline().startswith("scheduler at")
+    return found
+
+
 def test_a_scheduler_of_its_own_may_start_again(launches: Launches, several: Several) -> None:
     script = launches.script(PLAIN)
-    at = f"{several.two[0].address}:{PORT}"
-
-    def scheduler() -> subprocess.Popen[str]:
-        return launches.start("--listen", at, "--state", "kept", env={**ROOT, **KEY},
-                              prefix=several.two[0].prefix, verb="scheduler")  # fmt: skip
-
-    before = scheduler()
-    assert before.stdout is not None
-    assert before.stdout.readline().startswith("scheduler at")
+    before = scheduler(several)
     jobs = [several.start(i, script, "wait") for i in (1, 0)]
     launches.wait_for("here0.0", "here1.0", "here2.0")
     before.send_signal(signal.SIGKILL)
     before.communicate()
-    after = scheduler()
+    after = scheduler(several)
     (launches.folder / "go").touch()
     ends = [job.communicate(timeout=100) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], ends
     out, error = after.communicate(timeout=60)
     assert (after.returncode, error) == (0, ""), out
+    launches.wait_until_gone()
+
+
+SAVES = """
+    import pathlib, time
+    import torch
+    import meshwright as mw
+    from meshwright.examples import mlp
+
+    model, batch, loss = mlp.build()
+    step = mw.train_step(model, torch.optim.AdamW, batch, loss=loss, mesh=3)
+    autosave = mw.Autosave(step, "saved", every=2)
+    last = 10**6
+    while step.steps < last:
+        if pathlib.Path("last").exists():
+            last = int(pathlib.Path("last").read_text())
+        step(batch)
+        autosave()
+        time.sleep(0.02)
+    mw.shutdown()
+"""
+
+
+def test_steps_and_saves_go_on_without_the_scheduler(launches: Launches, several: Several) -> None:
+    script = launches.script(SAVES)
+    before = scheduler(several)
+    jobs = [several.start(i, script) for i in (0, 1)]
+
+    def newest() -> int:
+        return max(
+            (int(path.name.rpartition("-")[2]) for path in launches.folder.glob("saved/step-*")), default=0
+        )
+
+    eventually(lambda: newest() > 0, "the first save")
+    before.send_signal(signal.SIGKILL)
+    before.communicate()
+    reached = newest()
+    eventually(lambda: newest() > reached + 10, "more saves")
+    after = scheduler(several)
+    (launches.folder / "new").write_text(
+        str(newest() + 50)
+    )  # far enough ahead for all ranks to see it before
+    (launches.folder / "new").rename(launches.folder / "last")
+    ends = [job.communicate(timeout=100) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ends
+    after.communicate(timeout=60)
     launches.wait_until_gone()
 
 
