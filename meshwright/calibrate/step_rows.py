@@ -244,7 +244,7 @@ def _add_work(
     one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
     whole = float(seconds(one, *where)[backward])
     starting = float(launches_of(one, where[0])[backward]) * launch_seconds(*where)
-    kind = ALIKE.get(name, name)
+    kind: str = ALIKE[name] if name in ALIKE else name
     spent[kind] = spent.get(kind, 0.0) + whole - starting
     spent[LAUNCH] = spent.get(LAUNCH, 0.0) + starting
     return float(launches_of(one, cluster.device)[backward]) * issue_seconds(cluster.device, cluster.measured)
