@@ -128,11 +128,11 @@ class Bench:
         self.finish()
         return issued / calls
 
-    def host_seconds(self, call: Call, budget: float) -> float:
-        """Measure what the host takes to issue a call that is nothing for the device."""
+    def host_seconds(self, call: Call, budget: float, calls: int = 100) -> float:
+        """Measure what the host takes to issue a call that is nothing for the device, of so many in a row."""
         end, found = time.perf_counter() + budget, list[float]()
         while len(found) < LEAST_SAMPLES or time.perf_counter() < end:
-            found.append(self.sample(call, 100))
+            found.append(self.sample(call, calls))
         return self.slowest(statistics.median(found))
 
     def _block(self, count: int) -> None:

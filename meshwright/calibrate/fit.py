@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.calibrate.plan import Point
-from meshwright.calibrate.step_rows import ISSUE, LAUNCH, Prediction
+from meshwright.calibrate.step_rows import ISSUE, LAUNCH, STEP, Prediction
 from meshwright.cost.cluster_data import Curve
 from meshwright.redistribute.prices import rounds
 
@@ -121,7 +121,7 @@ def corrections(
 
 
 def _wide(name: str) -> float:
-    return STARTED if name in (LAUNCH, ISSUE) else 1.0
+    return STARTED if name in (LAUNCH, ISSUE, STEP) else 1.0
 
 
 def most_factor(name: str) -> float:

@@ -137,7 +137,7 @@ def _work(model: Operator, name: str) -> Work:
     batch = {"scale": torch.ones((), device=model.x[0].device)}
     captured = captured_of(model, batch, lambda model, batch: (model() * batch["scale"]).float().sum())
     plan = plan_captured(captured, Mesh.of(rank=1), "stand_alone", None)
-    found = [work for work in works(lower(captured, plan)).values() if work.name == name]
+    found = [work for work in works(lower(captured, plan), "cuda").values() if work.name == name]
     if not found:
         raise RuntimeError(f"{name} was captured as something else")
     return max(found, key=lambda work: float(work.bytes_forward))  # the loss may have another, on one element

@@ -81,6 +81,8 @@ def _classes(*shape: int) -> tuple[dict[str, torch.Tensor], Callable[[Any, Any],
     return {"x": torch.randn(*shape), "y": torch.randint(0, 10, shape[:1])}, loss
 
 
+EMPTY = "step empty"  # what a step takes the host of an accelerator: next to no operators
+
 # Batches are per rank. Sizes for a core of a processor: a step takes 5 to 100 ms. An accelerator takes the second of
 # each pair.
 MODELS: dict[str, tuple[Callable[[int], Built], Callable[[int], Built]]] = {
@@ -99,7 +101,7 @@ MODELS: dict[str, tuple[Callable[[int], Built], Callable[[int], Built]]] = {
         lambda ranks: transformer(512, 8, 4, ranks, 4096, gated=False),
     ),
     "step convolution": (
-        lambda ranks: convolutions(24, 2 * ranks, 32), lambda ranks: convolutions(128, 32 * ranks, 64),
+        lambda ranks: convolutions(24, 2 * ranks, 32), lambda ranks: convolutions(128, 256 * ranks, 64),
     ),
     "step broad": (
         lambda ranks: transformer(512, 8, 1, ranks, 256, gated=False),
@@ -109,4 +111,5 @@ MODELS: dict[str, tuple[Callable[[int], Built], Callable[[int], Built]]] = {
         lambda ranks: transformer(32, 2, 6, ranks, 8, gated=False),
         lambda ranks: transformer(64, 2, 12, ranks, 32, gated=False),
     ),
+    EMPTY: (lambda ranks: perceptron(8, 1, 8 * ranks), lambda ranks: perceptron(64, 1, 8 * ranks)),
 }  # fmt: skip

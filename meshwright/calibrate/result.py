@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from meshwright.calibrate import fit
+from meshwright.calibrate import fit, host
 from meshwright.calibrate.kernels import PREFIX
+from meshwright.calibrate.models import EMPTY
 from meshwright.calibrate.operators import TABLE
 from meshwright.calibrate.plan import LEVEL, NODES, POST, SUFFIX, WAITED, MeasuredRow, Point
 from meshwright.calibrate.quiet import LIMIT
@@ -71,14 +72,17 @@ def calibration(machine: Mapping[str, Any], rows: Sequence[MeasuredRow]) -> Cali
         launch_seconds=_short(launch),
         issue_seconds=issue,
     )
-    measured = replace(measured, operators=_operators(rows, device, measured))
-    host = points.get("host", ())
+    issues = host.issues(points, issue)
+    if issues and EMPTY in points:  # nearly all of it; a factor says the rest
+        issues["step"] = max(_short(points[EMPTY][0].seconds / issue), 0.01), 0.01
+    measured = replace(measured, operators=_operators(rows, device, measured), issues=issues)
+    link = points.get("host", ())
     cluster = Cluster(
         name=f"calibrated, {count(machine['ranks'], 'rank')}",
         device=device,
         levels=tuple(levels),
-        host_memory_bytes=machine["host_memory_bytes"] if host else 0,
-        host_bytes_per_s=_short(host[-1].work / host[-1].seconds) if host else 0.0,
+        host_memory_bytes=machine["host_memory_bytes"] if link else 0,
+        host_bytes_per_s=_short(link[-1].work / link[-1].seconds) if link else 0.0,
         measured=measured,
         growth=growth,
     )
@@ -149,7 +153,7 @@ def _by_level(links: Mapping[str, fit.Link]) -> dict[str, dict[str, tuple[float,
 
 
 def _is_curve(name: str) -> bool:
-    return name.partition(" ")[0] in TABLE and name not in ("launch", "issue", "host")
+    return name.partition(" ")[0] in TABLE and name.partition(" ")[0] not in ("launch", "issue", "host")
 
 
 def _curve(name: str, points: Sequence[Point], launch: float) -> Curve:
@@ -232,6 +236,9 @@ def _line(
         if reason := row.about.get("left out"):
             return str(reason), ""
         return " and ".join(f"{p.seconds * 1e6:.1f}" for p in row.points) + " µs forward and backward", ""
+    if row.name.startswith(host.PREFIX):
+        said = " to ".join(f"{p.seconds * 1e6:.1f}" for p in row.points)
+        return f"{said} µs of the host, forward to forward and backward", ""
     if row.name == "slowdown":
         return f"computing × {row.points[0].seconds:.2f}, collective × {row.points[1].seconds:.2f}", ""
     if row.name == POST:

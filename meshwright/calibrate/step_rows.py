@@ -23,7 +23,7 @@ import torch
 
 from meshwright.agreement import axis_sets
 from meshwright.calibrate.bench import Bench
-from meshwright.calibrate.models import MODELS, Built
+from meshwright.calibrate.models import EMPTY, MODELS, Built
 from meshwright.calibrate.plan import LEVEL, Pace, Point
 from meshwright.capture import Captured
 from meshwright.capture.pytree import leaves
@@ -34,7 +34,16 @@ from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.cost.cluster_data import Device, Measured
 from meshwright.cost.host import copy_seconds, place, update_seconds_there
-from meshwright.cost.machine import ALIKE, issue_seconds, launch_seconds, launches_of, seconds, update_seconds
+from meshwright.cost.machine import (
+    ALIKE,
+    issued_seconds,
+    launch_seconds,
+    launches_of,
+    seconds,
+    step_issue_seconds,
+    update_issue_seconds,
+    update_seconds,
+)
 from meshwright.cost.operators import Work, work
 from meshwright.cost.reduction import STARTS, adding_seconds
 from meshwright.partition import Partition
@@ -44,6 +53,7 @@ from meshwright.partition.micro_batches import first_program
 from meshwright.partition.sharded_update import update_layout
 from meshwright.plan.plan import Plan
 from meshwright.predict.accumulated import added, added_share
+from meshwright.predict.bucket_tasks import HOST_ENDS
 from meshwright.predict.offload_tasks import KEPT, LINK
 from meshwright.predict.price import letter_sizes, on_cluster
 from meshwright.predict.tasks import ADDING, HOST, step_tasks
@@ -57,9 +67,11 @@ MEETING, WAITED = "meeting", "waited"  # latency and bytes of the collectives th
 HIDDEN, HIDDEN_ROWS = "hidden", "hidden_rows"  # sums beside what it computes, and gathers and scatters
 LAUNCH = "launch"  # of operators: the interpreter, autograd's own
 ISSUE = "issue"  # the same on a host that runs ahead of its device
+STEP = "step"  # what that host does beside issuing operators
 UPDATE = "update"
 COPY = "copy"  # between device and host; what the host updates
 STATES = 2  # moments of a parameter: steps are taken with AdamW
+VIEW = Work("free", "f32", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 NUDGE = 1e-3  # of a factor, for a derivative
 
 
@@ -74,12 +86,11 @@ class Prediction:
     def seconds(self, factors: Mapping[str, float] | None = None) -> float:
         """The step, with factors for classes."""
         known = factors or {}
-        issue = known.get(ISSUE, 1.0)
         changed = [
             replace(
                 task,
                 seconds=sum(s * known.get(name, 1.0) for name, s in by_class.items()),
-                issue_seconds=issue * task.issue_seconds,
+                issue_seconds=known.get(_issued_as(task), 1.0) * task.issue_seconds,
             )
             for task, by_class in zip(self.tasks, self.classes, strict=True)
         ]
@@ -90,30 +101,35 @@ class Prediction:
         known = factors or {}
         whole = self.seconds(known)
         names = dict.fromkeys(name for by_class in self.classes for name in by_class)
-        if any(task.issue_seconds for task in self.tasks):
-            names[ISSUE] = None
+        names |= dict.fromkeys(_issued_as(task) for task in self.tasks if task.issue_seconds)
         nudged = {c: {**known, c: known.get(c, 1.0) * (1 + NUDGE)} for c in names}
         return {c: (self.seconds(more) - whole) / NUDGE for c, more in nudged.items()}
 
 
-def describe_step(parts: Partition, cluster: Cluster) -> dict[str, Any]:
+def _issued_as(task: Task) -> str:
+    return STEP if task.name == HOST_ENDS else ISSUE
+
+
+def describe_step(parts: Partition, cluster: Cluster, device: str = "") -> dict[str, Any]:
     """Describe a step of the rank at the origin, as JSON: the mesh, and the tasks in host order. Each task has its
     dependencies and one of: its work (class, dtype, FLOPs, bytes, launches), the work that backward does again before
     it, and whether the host does it; the parameters that it updates (elements and bytes of each, and where the update
     runs if not on the device); the gradients that it adds up (the share of micro-batches and the bytes of each); what
     it sends (kind, axes, bytes, whether it is waited for); the bytes of a copy to the host or back (and whether the
-    program waits).
+    program waits). `views`: since the task before, forward and backward, which take time of the host alone.
 
-    The cluster determines the level of each mesh axis and whether the host is another place than the device; its rates
-    do not matter.
+    The cluster determines the level of each mesh axis, whether the host is another place than the device, and the type
+    of the device unless `device` does; its rates do not matter.
     """
     mesh = on_cluster(parts.plan.mesh, cluster)
-    done = works(parts)
+    done = works(parts, device or cluster.device_type)
     again = demand_within(parts.again, parts.local(mesh.rank(origin(mesh))))
     copy_of = first_program(parts, mesh.rank(origin(mesh))).copy_of if parts.copies > 1 else {}
     entry: dict[str, Any]
     tasks: list[dict[str, Any]] = []
     for task in step_tasks(parts, cluster, STATES):
+        if task.name == HOST_ENDS:
+            continue
         if LINK in task.streams or task.about.get("operator") in (KEPT, *TRANSFERS):
             entry = {"copy": [float(str(task.about["bytes"])), list(task.streams)]}
         elif not task.computes and HOST not in task.streams:
@@ -136,28 +152,34 @@ def describe_step(parts: Partition, cluster: Cluster) -> dict[str, Any]:
                     entry["again"] = _half(done[name], "forward")
                 if HOST in task.streams:
                     entry["host"] = True
+        if views := task.about.get("views"):
+            entry["views"] = views
         tasks.append({"name": task.name, "phase": task.kind, "after": list(task.after), **entry})
+    tasks.append({"name": HOST_ENDS, "phase": "wait", "after": []})
     return {"mesh": [[a.name, a.size, a.link] for a in mesh.axes], "tasks": tasks}
 
 
-def works(parts: Partition) -> dict[str, Work]:
+def works(parts: Partition, device: str) -> dict[str, Work]:
     """The work of every operator on the rank at the origin, in one micro-batch and one copy."""
     mesh, graph = parts.plan.mesh, parts.resharded.graph
     found: dict[str, Work] = {}
     for name, site in parts.factors.sites.items():
         sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
         wanted = [u in graph.needs_grad for u in site.node.uses]
-        found[name] = work(site.node, site.rule, sizes, graph.types, wanted)
+        where = "cpu" if name in parts.plan.hosts else device
+        found[name] = work(site.node, site.rule, sizes, graph.types, wanted, device=where)
     return found
 
 
 def _half(done: Work, phase: str) -> list[Any]:
     if phase == "forward":
         amounts = done.flops_forward, done.bytes_forward, done.launches_forward
+        passes = done.passes_forward
     else:
         amounts = done.flops_backward, done.bytes_backward, done.launches_backward
+        passes = done.passes_backward
     bias = 0.0 if phase == "forward" else float(done.bias_bytes)
-    return [done.kind, done.dtype, *map(float, amounts), done.name, bias]
+    return [done.kind, done.dtype, *map(float, amounts), done.name, bias, float(passes)]
 
 
 def _updated(parts: Partition) -> list[list[Any]]:
@@ -184,7 +206,11 @@ def priced(about: Mapping[str, Any], cluster: Cluster) -> Prediction:
 def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task, dict[str, float]]:
     """A task, and its seconds by class."""
     streams, spent = (COMPUTE,), dict[str, float]()
-    launch, issue = launch_seconds(cluster.device, cluster.measured), 0.0
+    launch = launch_seconds(cluster.device, cluster.measured)
+    issue = step_issue_seconds(cluster.device, cluster.measured) if task["name"] == HOST_ENDS else 0.0
+    if views := task.get("views"):
+        view = issued_seconds(VIEW, cluster.device, cluster.measured)
+        issue += views[0] * view[0] + views[1] * view[1]
     if "send" in task:
         collective, axes, sent, waited = task["send"]
         latency, per_byte = (cluster.prices if waited else cluster.hidden_prices).law(collective, mesh, axes)
@@ -195,6 +221,7 @@ def _priced(task: Mapping[str, Any], mesh: Mesh, cluster: Cluster) -> tuple[Task
             streams, spent = (mesh.show(axes),), {name: latency + sent * per_byte}
     elif "update" in task:
         spent = {UPDATE: 0.0, LAUNCH: 0.0}
+        issue += len(task["update"]) * update_issue_seconds(cluster.device, cluster.measured)
         for elements, itemsize, *there in task["update"]:
             if there and cluster.host_bytes_per_s:
                 whole = update_seconds_there(float(elements), STATES, itemsize, cluster, **there[0])
@@ -237,17 +264,20 @@ def _add_work(
     spent: dict[str, float],
 ) -> float:
     """Add the seconds of one half of an operator to those by class; return the host's to issue it."""
-    name, dtype, flops, moved, launches, operator, bias = half
+    name: str = half[0]
+    dtype, flops, moved, launches, operator, bias, *more = half[1:]
     amounts = [
-        x for amount in (flops, moved, launches) for x in ((0.0, amount) if backward else (amount, 0.0))
+        x
+        for amount in (flops, moved, launches, *(more or [0.0]))
+        for x in ((0.0, amount) if backward else (amount, 0.0))
     ]
     one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
     whole = float(seconds(one, *where)[backward])
     starting = float(launches_of(one, where[0])[backward]) * launch_seconds(*where)
-    kind: str = ALIKE[name] if name in ALIKE else name
+    kind: str = ALIKE.get(name, name)
     spent[kind] = spent.get(kind, 0.0) + whole - starting
     spent[LAUNCH] = spent.get(LAUNCH, 0.0) + starting
-    return float(launches_of(one, cluster.device)[backward]) * issue_seconds(cluster.device, cluster.measured)
+    return issued_seconds(one, cluster.device, cluster.measured)[backward]
 
 
 DATA_PARALLEL, CUT, STORED = "data parallel", "cut", "stored in parts"
@@ -285,9 +315,10 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def rows(ranks: int) -> dict[str, Row]:
-    """By name. One rank alone has nobody to share with."""
-    return dict(ROWS) if ranks > 1 else {name: Row(name, "") for name in MODELS}
+def rows(ranks: int, device: str) -> dict[str, Row]:
+    """By name, for a type of device. One rank alone has nobody to share with."""
+    ahead = {EMPTY: Row(EMPTY, DATA_PARALLEL if ranks > 1 else "")} if device == "cuda" else {}
+    return {**(ROWS if ranks > 1 else {name: Row(name, "") for name in MODELS if name != EMPTY}), **ahead}
 
 
 def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, Any]]:
@@ -305,7 +336,7 @@ def measure(bench: Bench, row: Row, pace: Pace) -> tuple[list[Point], dict[str, 
     for _ in range(2):
         step(flat)
     taken = bench.joint_seconds(lambda: step(flat), pace.step_seconds)
-    return [Point(1.0, taken)], describe_step(parts, neighbours(mesh.size))
+    return [Point(1.0, taken)], describe_step(parts, neighbours(mesh.size), bench.device.type)
 
 
 @functools.cache

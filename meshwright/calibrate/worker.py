@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.calibrate import kernels, links, operators, overlap
+from meshwright.calibrate import host, kernels, links, operators, overlap
 from meshwright.calibrate import step_rows as steps
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.plan import LEVEL, NODES, PACES, POST, SUFFIX, WAITED, MeasuredRow, Pace, Point
@@ -124,8 +124,10 @@ def all_rows(bench: Bench, pace: Pace) -> Iterable[tuple[str, Measure]]:
                 )
         yield POST, lambda: ([links.posted(bench, pace)], {})
         yield "slowdown", lambda: (overlap.measure(bench, pace), {})
+    for name in host.names(bench):
+        yield name, lambda name=name: (host.measure(bench, name, pace), {})
     if pace.step_seconds and bench.here == bench.ranks:  # steps are planned for one level
-        for name, row in steps.rows(bench.ranks).items():
+        for name, row in steps.rows(bench.ranks, bench.device.type).items():
             yield name, lambda row=row: steps.measure(bench, row, pace)
     for name in kernels.names(bench):
         yield name, lambda name=name: kernels.measure(bench, name, pace)

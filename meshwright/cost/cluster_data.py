@@ -51,11 +51,14 @@ class Measured:
       arrive at different times.
     - `slowdown`: ``compute`` and ``collective`` → factor while the other runs.
     - `corrections`: factors from full training steps, by class of operators, ``launch`` (starting them), ``issue``
-      (the host's time to issue them), ``meeting`` and ``waited`` (latency and bytes of collectives that the program
-      waits for), ``hidden`` (reductions that overlap with computation) and ``hidden_rows`` (gathers and scatters that
-      do; ``hidden`` where it is missing).
+      (the host's time to issue them), ``step`` (its time beside that), ``meeting`` and ``waited`` (latency and bytes of
+      collectives that the program waits for), ``hidden`` (reductions that overlap with computation) and ``hidden_rows``
+      (gathers and scatters that do; ``hidden`` where it is missing).
     - `operators`: operator and dtype (``layer_norm bf16``) → factors of its time forward and backward over what its
       bytes and FLOPs take.
+    - `issues`: kind of operator or its name → factors of the host's time to issue one, forward and backward, over
+      `issue_seconds`. ``free`` is a view, ``bias`` what a bias adds, ``update`` a parameter's update, ``step`` what a
+      step takes beside its operators.
     - `void`: names of rows that were measured while the machine was busy.
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """
@@ -68,6 +71,7 @@ class Measured:
     waited: Mapping[str, Links] = field(default_factory=dict[str, Links])
     post_seconds: float = 0.0
     operators: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    issues: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
 @dataclass(frozen=True)

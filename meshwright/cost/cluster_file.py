@@ -128,6 +128,7 @@ def _measured(reader: Reader, data: MeasuredEntry, levels: Sequence[str]) -> Mea
         slowdown=data.slowdown or {},
         corrections=data.corrections or {},
         operators=data.operators or {},
+        issues=data.issues or {},
         void=tuple(data.void or ()),
         post_seconds=data.post_seconds or 0.0,
     )

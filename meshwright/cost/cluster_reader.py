@@ -27,6 +27,7 @@ STREAMS = ("compute", "collective")
 BESIDE_CLASSES = (
     "launch",
     "issue",
+    "step",
     "meeting",
     "waited",
     "hidden",
@@ -102,6 +103,7 @@ class MeasuredEntry(Struct, forbid_unknown_fields=True):
     slowdown: dict[Stream, Factor] | None = None
     corrections: dict[Corrected, Factor] | None = None
     operators: dict[Name, tuple[Factor, Factor]] | None = None
+    issues: dict[Name, tuple[Factor, Factor]] | None = None
     void: list[Name] | None = None
 
 

@@ -73,6 +73,10 @@ def _measured(measured: Measured) -> Iterator[str]:
         yield "  operators: # [forward, backward]: their time over what their bytes and FLOPs take"
         for name, (forward, backward) in measured.operators.items():
             yield f"    {text(name)}: [{number(forward)}, {number(backward)}]"
+    if measured.issues:
+        yield "  issues: # [forward, backward]: the host's time to issue one, over issue_seconds"
+        for name, (forward, backward) in measured.issues.items():
+            yield f"    {text(name)}: [{number(forward)}, {number(backward)}]"
     if measured.void:
         yield "  void: # measured while the machine was not quiet: calibrate again"
         yield from (f"    - {text(row)}" for row in measured.void)

@@ -46,6 +46,8 @@ ALIKE = {"causal": "attention"}
 # The extra cost, in operator launches (profiled), of a linear whose weight gradients are delayed: an autograd function
 # of our own in forward and backward, then a place in the queue and a second pass to the parameters.
 QUEUED = (2.0, 0.5, 1.5)
+PRODUCTS_BACKWARD = 2.0  # of a layer: the gradients of its input and of its weight
+NO_ISSUE = (0.0, 0.0)
 NARROW = {"f16": "bf16", "bf16": "f16", "f8e4m3": "bf16", "f8e5m2": "bf16"}  # where a peak is not given
 
 
@@ -115,6 +117,33 @@ def issue_seconds(device: Device, measured: Measured) -> float:
     return device.issue_seconds * measured.corrections.get("issue", 1.0)
 
 
+def issued_seconds(work: Work, device: Device, measured: Measured) -> tuple[float, float]:
+    """Return the host's seconds to issue one operator, forward and backward; 0 where they do not count."""
+    issue = issue_seconds(device, measured)
+    forward, backward = (float(count) for count in launches_of(work, device))
+    if not measured.issues or not issue:
+        return issue * forward, issue * backward
+    if work.kind == "free":
+        forward, backward = measured.issues.get("free", NO_ISSUE)
+        return issue * forward, issue * backward
+    known = measured.issues.get(work.name) or measured.issues.get(ALIKE.get(work.kind, work.kind), (1.0, 1.0))
+    usual = PRODUCTS_BACKWARD if work.kind == "matmul" else 1.0  # kernels that this is for
+    bias = measured.issues.get("bias", NO_ISSUE) if np.any(work.bias_bytes) else NO_ISSUE
+    backward -= float(bias is not NO_ISSUE)  # its sum is a kernel of its own
+    return issue * forward * known[0], issue * (backward / usual * known[1] + sum(bias))
+
+
+def update_issue_seconds(device: Device, measured: Measured) -> float:
+    """Return the host's seconds to update one parameter."""
+    return issue_seconds(device, measured) * measured.issues.get("update", NO_ISSUE)[0]
+
+
+def step_issue_seconds(device: Device, measured: Measured) -> float:
+    """Return the host's seconds for a step beside those to issue its operators."""
+    once = device.issue_seconds * measured.issues.get("step", NO_ISSUE)[0]
+    return once * measured.corrections.get("step", 1.0)
+
+
 def memory_rate(moved: Amount, device: Device, measured: Measured) -> Amount:
     """Return the bytes per second of an operator that moves so many bytes."""
     curve = measured.rates.get("memory")
@@ -182,10 +211,13 @@ __all__ = [
     "at",
     "element_rate",
     "issue_seconds",
+    "issued_seconds",
     "launch_seconds",
     "launches_of",
     "memory_rate",
     "peak_flops",
     "seconds",
+    "step_issue_seconds",
+    "update_issue_seconds",
     "update_seconds",
 ]

@@ -163,12 +163,14 @@ def work(
     needs_grad: Sequence[bool],
     *,
     copies: bool = False,
+    device: str = "cpu",
 ) -> Work:
     """Return the work of a node on a rank.
 
     `local` maps letters of the rule (a part as ``s.0``) to the number of elements on the rank, a number or an array.
     `types` maps values to dtype and global shape. `needs_grad` says for each port whether its gradient is needed.
-    `copies`: the node is a view that must copy because of the strides of its input (`cost/strides.py`).
+    `copies`: the node is a view that must copy because of the strides of its input (`cost/strides.py`). `device`: the
+    type of the device, whose kernels of attention differ.
     """
     sizes = _Sizes(node, rule, local, types, tuple(needs_grad))
     op = node.op
@@ -179,7 +181,7 @@ def work(
     if op in CONVOLUTIONS:
         return sizes.convolution()
     if op in ATTENTION:
-        return sizes.attention()
+        return sizes.attention(device)
     if op in VIEWS or op in REPEATS or op in PIECES:
         return sizes.view(copies)
     return sizes.memory()
@@ -276,16 +278,17 @@ class _Sizes:
             "conv", (flops, flops * count), (_sum(self.inputs) + out, back), (1, int(any(self.wanted)))
         )
 
-    def attention(self) -> Work:
+    def attention(self, device: str) -> Work:
         """Count two products forward; backward five (the scores again), or four if the probabilities were saved.
 
-        A causal mask skips the blocks above the diagonal if a rank holds all queries.
+        Where a GPU has no kernel, it runs as the products and the passes over all scores, one after the other. A causal
+        mask skips the blocks above the diagonal if a rank holds all queries.
         """
         rule, node = self.rule, self.node
         q, k, v = rule.inputs[:3]
         pairs = self._elements(self._letters(q, k[:-1]))  # (query, key, width) of all heads
         values = self._elements(self._letters(q[:-1], v))
-        fused = node.op in ATTENTION and fused_attention(node, self.types, self.wanted)
+        fused = node.op in ATTENTION and fused_attention(node, self.types, self.wanted, device)
         causal, share = fused and bool(node.arg(5, "is_causal", False)), 1.0
         if causal and q[-2]:
             queries = q[-2][0]
@@ -304,14 +307,29 @@ class _Sizes:
             dropped = bool(node.arg(4, "dropout_p", 0.0))
             forward, backward = 2.0 * (pairs + values), 4.0 * (pairs + values)
             steps = 2 + 2 * (len(rule.inputs) > 3 or bool(node.arg(5, "is_causal", False))) + 3 * dropped
-            moved, back = ends + (2 + steps) * scores, 2 * ends + (6 + 2 * dropped) * scores
+            passes = ((2 + steps) * scores, (6 + 2 * dropped) * scores)
             launches = (4 + steps // 2, 8 + dropped)
+            if node.op in ATTENTION and fused_attention(node, self.types, self.wanted):
+                return self._unfused((forward, backward), (ends, 2 * ends), launches, passes)
+            moved, back = ends + passes[0], 2 * ends + passes[1]
         return self._made(
             "causal" if causal else "attention",
             (forward, backward if wanted else 0.0),
             (moved, back if wanted else 0.0),
             (launches[0], launches[1] if wanted else 0),
             name=MASKED if len(rule.inputs) > 3 else "",
+        )
+
+    def _unfused(self, flops: Pair, moved: Pair, launches: tuple[int, int], passes: Pair) -> Work:
+        """Return attention that only this device runs without a kernel of its own: its products are products."""
+        wanted = any(self.wanted)
+        return self._made(
+            "matmul",
+            (flops[0], flops[1] * wanted),
+            (moved[0], moved[1] * wanted),
+            (launches[0], launches[1] * wanted),
+            passes_forward=passes[0],
+            passes_backward=passes[1] * wanted,
         )
 
     # -------------------------------------------------- memory

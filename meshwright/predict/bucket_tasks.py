@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from meshwright.core.graph import Graph
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.machine import step_issue_seconds, update_issue_seconds
 from meshwright.partition.buckets import Group
 from meshwright.predict.timeline import COMPUTE, Task
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import wire_elements
+
+HOST_ENDS = "host ends"  # a task: what the host does beside issuing the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +137,18 @@ class BucketTasks:
         self.tasks.append(Task("parts of gradients", (COMPUTE,), 0.0, tuple(self._reductions), "wait"))
         self._reductions, self._scattered = [], None
 
-    def update(self, seconds: float) -> None:
-        """Add the wait for the buckets, and the optimizer."""
+    def update(self, seconds: float, parameters: int = 0) -> None:
+        """Add the wait for the buckets, and the optimizer of so many parameters."""
         if seconds > 0.0 or self._reductions:
-            self.tasks.append(Task("update", (COMPUTE,), seconds, tuple(self._reductions), "update"))
+            issue = parameters * update_issue_seconds(self.cluster.device, self.cluster.measured)
+            after = tuple(self._reductions)
+            self.tasks.append(Task("update", (COMPUTE,), seconds, after, "update", issue_seconds=issue))
+
+    def end(self) -> None:
+        """Add what the host does in a step beside issuing it, where that counts."""
+        seconds = step_issue_seconds(self.cluster.device, self.cluster.measured)
+        if seconds > 0.0:
+            self.tasks.append(Task(HOST_ENDS, (COMPUTE,), 0.0, (), "wait", issue_seconds=seconds))
 
     def gather(self, groups: Sequence[Group]) -> None:
         """Add the all-gathers of weights with sharded updates."""

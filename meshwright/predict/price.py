@@ -28,7 +28,7 @@ from meshwright.core.mesh import IN_TIME, Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds, update_seconds_there
-from meshwright.cost.machine import issue_seconds, launches_of, seconds
+from meshwright.cost.machine import issued_seconds, seconds
 from meshwright.cost.operators import Amount, Work, work
 from meshwright.ops.collectives import KernelCollective, kernel_collectives
 from meshwright.ops.factors import Site
@@ -184,7 +184,6 @@ def node_prices(
     again = demand_within(parts.again, local)
     # copies of a layer share their layouts and their seconds
     known: dict[Hashable, tuple[tuple[Amount, Amount], Work]] = {}
-    issue = issue_seconds(cluster.device, cluster.measured)
     for name, site in sites.items():
         if of is not None and name not in of:
             continue
@@ -193,10 +192,12 @@ def node_prices(
         host = name in parts.plan.hosts
         kind = (_kind_of(site.node, graph), site.signature, id(ports), tuple(wanted), host)
         if kind not in known:
-            done = work(site.node, site.rule, letter_sizes(site, ports, mesh, at), graph.types, wanted)
+            local_sizes = letter_sizes(site, ports, mesh, at)
+            where = "cpu" if host else cluster.device_type
+            done = work(site.node, site.rule, local_sizes, graph.types, wanted, device=where)
             known[kind] = seconds(done, *place(cluster, host)), done
         (forward, backward), done = known[kind]
-        issued, issued_back = (issue * float(count) for count in launches_of(done, cluster.device))
+        issued, issued_back = issued_seconds(done, cluster.device, cluster.measured)
         talk = sent.get(name, ())
         sends, back = (
             talk_seconds((t for t in talk if t.phase == phase), mesh, cluster.prices)

@@ -154,8 +154,9 @@ def filled(
     ends = sum(isinstance(item, Arrival) and item.ends for item in step.items)
     done = BucketTasks(on_cluster(parts.plan.mesh, cluster), cluster)
     done.fill(step.items, (*[Pass(scattered, bool(scattered))] * (ends - 1), Pass(groups)))
-    done.update(math.fsum(step.updates.values()))
+    done.update(math.fsum(step.updates.values()), len(step.updates))
     done.gather(fill(step.weights, cluster.device_type, gathered_bytes(parts.plan, bucket_bytes)))
+    done.end()
     return tuple(done.tasks)
 
 
@@ -183,6 +184,7 @@ class StepTasks:
         self.items: list[Item] = []
         self.late = late_values(local)
         self.stands: dict[str, str] = {}  # node of a copy → what it is in the program of one
+        self._views, self._owed = [0, 0], 0.0  # since the last task: forward and backward, the host's seconds
         self._last = -1  # the last task that the host waited for
         self._under_way: dict[tuple[str, str], int] = {}  # (start, direction) → the task of its collective
         self._repeated: set[str] = set()  # starts that backward has launched again, and
@@ -209,9 +211,17 @@ class StepTasks:
     ) -> None:
         if seconds > 0.0:
             self._last = len(self.items)
-            about = {"module": node.module, "operator": what or node.op}
+            about: dict[str, object] = {"module": node.module, "operator": what or node.op}
+            if any(self._views):
+                about["views"] = tuple(self._views)
             streams = (COMPUTE, HOST) if self.parts.on_host(node) else (COMPUTE,)
+            issue_seconds += self._owed
+            self._views, self._owed = [0, 0], 0.0
             self.items.append(Task(node.name, streams, seconds, (), kind, about, issue_seconds))
+        elif not what:  # a view: nothing for the device, some time for the host
+            self._views[kind == "backward"] += 1
+            self._views[0] += kind == "backward" and self._of_one(node) in self.again
+            self._owed += issue_seconds
 
     def _copy(self, node: Node, phase: str) -> None:
         """Add a transfer over the link to the host, for which the host waits."""

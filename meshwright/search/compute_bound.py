@@ -45,7 +45,8 @@ class Least:
             if node.name in times:
                 rule = self.factors.sites[node.name].rule
                 wanted = [u in self.graph.needs_grad for u in node.uses]
-                done = work(node, rule, rule.sizes, self.graph.types, wanted)
+                where = self.cluster.device_type
+                done = work(node, rule, rule.sizes, self.graph.types, wanted, device=where)
                 if done.kind != "free":
                     found[node.name] = times[node.name], node.op in PRODUCTS, done
         return found

@@ -113,7 +113,7 @@ def test_every_model_of_the_fit_learns(name: str) -> None:
 
 def test_a_step_is_timed_with_the_work_it_does() -> None:
     bench = Bench(Alone(Mesh.of(rank=1)), torch.device("cpu"), cores=1)
-    (point,), about = steps.measure(bench, steps.rows(1)["step convolution"], PACES[QUICK])
+    (point,), about = steps.measure(bench, steps.rows(1, "cpu")["step convolution"], PACES[QUICK])
     assert 1e-4 < point.seconds < 10
     forward = [t["work"] for t in about["tasks"] if t["phase"] == "forward"]
     flops = sum(row[2] for row in forward if row[0] == "conv")

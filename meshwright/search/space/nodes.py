@@ -80,7 +80,8 @@ def _made(
     local = letter_sizes(codes, rows, sizes)
     node = codes.node
     wanted = [u in graph.needs_grad for u in node.uses]
-    done = work(node, codes.site.rule, local, graph.types, wanted)
+    where = "cpu" if host else cluster.device_type
+    done = work(node, codes.site.rule, local, graph.types, wanted, device=where)
     forward, backward = (
         np.broadcast_to(np.asarray(half, dtype=np.float64), (len(rows),)).copy()
         for half in seconds(done, *place(cluster, host))

@@ -197,7 +197,8 @@ class Sheets:
         count = len(rows) * len(at)
         local = letters_held(codes, held.reshape(count, -1) if held.size else np.ones((count, 0)))
         wanted = [u in self.graph.needs_grad for u in codes.node.uses]
-        done = work(codes.node, codes.site.rule, local, self.graph.types, wanted)
+        where = "cpu" if kind.host else self.cluster.device_type
+        done = work(codes.node, codes.site.rule, local, self.graph.types, wanted, device=where)
         forward, backward = (
             np.broadcast_to(np.asarray(half, dtype=np.float64), (count,)).reshape(shape)
             for half in seconds(done, *place(self.cluster, kind.host))
