@@ -9,6 +9,8 @@ import base64
 import os
 import ssl
 import tempfile
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,8 @@ class Api:
             content = await answer.read()
             if answer.status >= 400:
                 raise Refused(answer.status, _message(content))
-            return content if path.endswith("/log") else msgspec.json.decode(content)
+            raw = path.endswith("/log") or path.startswith("/openapi/")
+            return content if raw else msgspec.json.decode(content)
 
     async def job(self, namespace: str, name: str) -> Object | None:
         """The job; None when there is none."""
@@ -70,6 +73,39 @@ class Api:
 
     async def nodes(self, selector: str) -> list[Object]:
         return (await self.ask("GET", "/api/v1/nodes", labelSelector=selector))["items"]
+
+    async def version(self) -> tuple[int, ...]:
+        """Of Kubernetes: (1, 20). Some clouds write 20+."""
+        found = await self.ask("GET", "/version")
+        return tuple(int("".join(filter(str.isdecimal, found[part])) or 0) for part in ("major", "minor"))
+
+    async def has(self, group: str) -> bool:
+        """Return whether the cluster has an API."""
+        return await self._found(f"/apis/{group}") is not None
+
+    async def openapi(self) -> bytes:
+        """The document that has pods: a small one since Kubernetes 1.24."""
+        try:
+            return await self.ask("GET", "/openapi/v3/api/v1")
+        except Refused as error:
+            if error.status != 404:
+                raise
+        return await self.ask("GET", "/openapi/v2")
+
+    async def warn(self, job: Object, reason: str, message: str) -> None:
+        """Make an event, which `kubectl describe` shows. Raises Refused."""
+        metadata, now = job["metadata"], time.time()
+        about = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion")}
+        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        await self.ask("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{int(now * 1e9):x}", "namespace": metadata["namespace"]},
+            "involvedObject": {"apiVersion": f"{r.GROUP}/{r.VERSION}", "kind": r.KIND, **about},
+            "type": "Warning", "reason": reason, "message": " ".join(message.split())[:1000],
+            "source": {"component": "meshwright-operator"},
+            "firstTimestamp": stamp, "lastTimestamp": stamp, "count": 1,
+        })  # fmt: skip
 
     async def _found(self, path: str) -> Object | None:
         try:
@@ -182,6 +218,13 @@ def tls(info: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
     return context
 
 
+def message_of(error: Exception) -> str:
+    """What an error says. A timeout says nothing by itself."""
+    if isinstance(error, TimeoutError):
+        return f"the API server has not answered within {SECONDS:.0f} s"
+    return str(error) or type(error).__name__
+
+
 def _message(content: bytes) -> str:
     try:
         return str(msgspec.json.decode(content)["message"])
@@ -189,4 +232,4 @@ def _message(content: bytes) -> str:
         return content.decode(errors="replace")[:500]
 
 
-__all__ = ["SECONDS", "Api", "Refused", "connect", "tls"]
+__all__ = ["Api", "Refused", "connect", "message_of", "tls"]

@@ -14,6 +14,8 @@ from meshwright.k8s.records import DONE, Pod
 MOST_BACK_OFF_SECONDS = 300.0
 CALM_SECONDS = 600.0  # after so long without a failure, the next one is the first in a row
 SIGNALS = 128  # exit codes above it say that a process was killed
+BAD = {"Valid": "False", "Planned": "False", "Failed": "True"}
+BAD_REASONS = ("Restarting", "NotQueued")
 Truth = Literal["True", "False", "Unknown"]
 
 
@@ -28,6 +30,26 @@ def with_conditions(status: r.Status, now: float, **conditions: tuple[Truth, str
                 type=kind, status=value, reason=reason, message=message, last_transition_time=since
             )
     return replace(status, conditions=list(found.values()))
+
+
+def warnings(before: r.Status, after: r.Status) -> list[tuple[str, str]]:
+    """Reason and message of the conditions that have become bad, or say something else that is."""
+    old = {c.type: (c.status, c.reason, c.message) for c in before.conditions}
+    return [
+        (c.reason, c.message)
+        for c in after.conditions
+        if old.get(c.type) != (c.status, c.reason, c.message)
+        and (c.status == BAD.get(c.type) or c.reason in BAD_REASONS)
+    ]
+
+
+def refused(status: r.Status, message: str, now: float) -> r.Status:
+    """The status of a job whose pods the API server does not make."""
+    return with_conditions(replace(status, state="Refused"), now, Valid=refusal(message))
+
+
+def refusal(message: str) -> tuple[Truth, str, str]:
+    return "False", "PodsRefused", message
 
 
 def stamp(seconds: float) -> str:
@@ -101,9 +123,12 @@ __all__ = [
     "given_up_at",
     "how",
     "is_gone",
+    "refusal",
+    "refused",
     "restarted",
     "so_far",
     "stamp",
     "time_of",
+    "warnings",
     "with_conditions",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import LaunchError
+from meshwright.k8s import checks, fields
 from meshwright.k8s import resource as r
 
 Object = dict[str, Any]
@@ -35,7 +36,7 @@ def convert(job: object) -> Object:
     _only(metadata, (*KEPT, *BY_SERVER), "metadata")
     _only(spec, ("runPolicy", "successPolicy", "msReplicaSpecs"), "spec")
     name = str(metadata.get("name", ""))
-    r.check_name(name)
+    checks.check_name(name)
     roles = _record(spec, "msReplicaSpecs", "spec")
     _only(roles, ROLES, "spec.msReplicaSpecs")
     if "Worker" not in roles:
@@ -68,8 +69,10 @@ def convert(job: object) -> Object:
         if more:
             converted["scheduler"] = more
     kept = {k: metadata[k] for k in KEPT if k in metadata}
-    checked = msgspec.to_builtins(r.read_spec(converted))
-    return {"apiVersion": f"{r.GROUP}/{r.VERSION}", "kind": r.KIND, "metadata": kept, "spec": checked}
+    checked = checks.read_spec(converted)
+    fields.check(checked, fields.published())
+    made = msgspec.to_builtins(checked)
+    return {"apiVersion": f"{r.GROUP}/{r.VERSION}", "kind": r.KIND, "metadata": kept, "spec": made}
 
 
 def _as_workers(role: str, same: bool, roles: Object) -> None:
@@ -111,8 +114,9 @@ def _role(roles: Object, role: str) -> tuple[Object, str, list[str]]:
     _only(of, ("replicas", "restartPolicy", "template"), where)
     template = _record(of, "template", where)
     _only(template, ("metadata", "spec"), f"{where}.template")
-    labelled = _record(template, "metadata", f"{where}.template") if template.get("metadata") else {}
-    _only([name for name, value in labelled.items() if value], (), f"{where}.template.metadata")
+    metadata = _record(template, "metadata", f"{where}.template") if template.get("metadata") else {}
+    metadata = {name: value for name, value in metadata.items() if value and name not in BY_SERVER}
+    _only(metadata, ("labels", "annotations"), f"{where}.template.metadata")
     pod = dict(_record(template, "spec", f"{where}.template"))
     if pod.pop("restartPolicy", of.get("restartPolicy")) != of.get("restartPolicy"):
         raise LaunchError(
@@ -140,7 +144,8 @@ def _role(roles: Object, role: str) -> tuple[Object, str, list[str]]:
     options, command = _words(words, where)
     if variables := [{"name": OPTIONS[o], "value": "1"} for o in options if OPTIONS[o]]:
         container["env"] = [*(container.get("env") or []), *variables]
-    more = {name: value for name, value in (("container", container), ("pod", pod)) if value}
+    given = {"metadata": metadata, "container": container, "pod": pod}
+    more = {name: value for name, value in given.items() if value}
     return more, image, command
 
 

@@ -27,6 +27,7 @@ from meshwright.k8s.conditions import (
     given_up_at,
     how,
     is_gone,
+    refusal,
     restarted,
     so_far,
     stamp,
@@ -54,7 +55,7 @@ def decide(job: Job, pods: Sequence[Pod], lost: Mapping[str, float], now: float)
         return Decision(
             with_conditions(replace(status, state="Refused"), now, Valid=("False", "Refused", job.problem))
         )
-    status = with_conditions(status, now, Valid=_refusal(job.refused) if job.refused else ("True", "", ""))
+    status = with_conditions(status, now, Valid=refusal(job.refused) if job.refused else ("True", "", ""))
     if status.completion_time:
         return _after_the_end(spec, status, pods, lost, now)
     if spec.suspend:
@@ -78,6 +79,11 @@ def decide(job: Job, pods: Sequence[Pod], lost: Mapping[str, float], now: float)
         return decision
     again = min((t for t in (plan.again, decision.again) if t is not None), default=None)
     return replace(decision, actions=plan.actions + decision.actions, again=again, spec=going)
+
+
+def begins(spec: r.Spec, status: r.Status) -> bool:
+    """Return whether pods are not made by these settings yet."""
+    return not status.completion_time and status.revision != _revision(spec)
 
 
 def _as_it_runs(spec: r.Spec, status: r.Status) -> r.Spec | None:
@@ -114,15 +120,6 @@ def _going(
         )
         status = with_conditions(status, now, Suspended=("False", "", ""))
     return _in_round(job, spec, status, pods, lost, now)
-
-
-def refused(status: r.Status, message: str, now: float) -> r.Status:
-    """The status of a job whose pods the API server does not make."""
-    return with_conditions(replace(status, state="Refused"), now, Valid=_refusal(message))
-
-
-def _refusal(message: str) -> tuple[Truth, str, str]:
-    return "False", "PodsRefused", message
 
 
 def _in_round(
@@ -307,7 +304,10 @@ def _counted(
         start_time="" if queued else status.start_time or stamp(now),
     )
     if up:
-        return with_conditions(status, now, Running=("True", "", so_far(status)))
+        free = queue.not_queued(spec, workers.values())
+        return with_conditions(
+            status, now, Running=("True", "NotQueued", free) if free else ("True", "", so_far(status))
+        )
     pending = [
         pod for pod in (scheduler, *servers.values(), *workers.values()) if pod and pod.phase == "Pending"
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import LaunchError, did_you_mean
+from meshwright.k8s import checks
 from meshwright.k8s import resource as r
 
 Object = dict[str, Any]
@@ -150,7 +151,7 @@ def manifest(asked: Asked, controller: str = "meshwright") -> Object:
             why=f"it must be one of {', '.join(CONTROLLERS)}",
             hint=did_you_mean(controller, list(CONTROLLERS)),
         )
-    r.check_name(asked.name)
+    checks.check_name(asked.name)
     if asked.gpus < 0:
         raise LaunchError(f"--gpus is {asked.gpus}", why="it must be at least 0")
     for option, given in (("--servers", asked.servers), ("--plan", asked.plan), ("--cluster", asked.cluster)):
@@ -160,7 +161,7 @@ def manifest(asked: Asked, controller: str = "meshwright") -> Object:
                 why=f"{controller} has no such role",
                 hint="--for meshwright",
             )
-    r.read_spec(parallel_job(asked)["spec"])  # the limits are the same for all of them
+    checks.read_spec(parallel_job(asked)["spec"])  # the limits are the same for all of them
     return CONTROLLERS[controller](asked)
 
 

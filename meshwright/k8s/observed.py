@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import MeshwrightError
+from meshwright.k8s import checks, records
 from meshwright.k8s import pods as p
-from meshwright.k8s import records
 from meshwright.k8s import resource as r
 from meshwright.k8s.conditions import time_of
 
@@ -25,9 +25,9 @@ def job(object: Object) -> records.Job:
     metadata = object["metadata"]
     spec, problem = None, ""
     try:
-        spec = r.read_spec(object.get("spec"))
+        spec = checks.read_spec(object.get("spec"))
     except MeshwrightError as error:
-        problem = f"{error.what}: {error.why}"
+        problem = str(error)
     try:
         status = msgspec.convert(object.get("status") or {}, r.Status)
     except msgspec.ValidationError:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import kopf
@@ -28,18 +26,20 @@ from msgspec.structs import replace
 
 from meshwright.errors import LaunchError
 from meshwright.k8s import decide as d
-from meshwright.k8s import observed, records
+from meshwright.k8s import fields, observed, records
 from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
-from meshwright.k8s.api import SECONDS, Api, Refused, connect, tls
-from meshwright.k8s.conditions import SIGNALS
+from meshwright.k8s.api import Api, Refused, connect, message_of
+from meshwright.k8s.conditions import SIGNALS, refused, warnings
+from meshwright.k8s.login import TOKEN, login, server
 from meshwright.k8s.read_plan import with_plan
 
 PROGRESS_SECONDS = 5.0
 LOG_LINES = 200
 SEARCH_SECONDS = 10.0
 RETRY_SECONDS = (0.1, 1.0, 5.0, 15.0)  # after an error
-TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")  # replaced about hourly
+FIELDS_SECONDS = 60.0  # after so long, a field that is unknown may be one of a newer API server
+OLDEST = (1, 20)  # of Kubernetes
 log = logging.getLogger("meshwright.k8s")
 
 
@@ -65,6 +65,14 @@ class Operator:
         self._jobs: dict[tuple[str, str], Followed] = {}
         self._search: asyncio.Task[None] | None = None
         self._installed = True
+        self._fields: tuple[float, fields.Types] = (0.0, {})
+
+    async def greet(self) -> None:
+        """Say which API server it is."""
+        version = await self.api.version()
+        log.info("the API server has Kubernetes %s", ".".join(map(str, version)))
+        if version < OLDEST:
+            log.warning("the operator is for Kubernetes %d.%d and newer", *OLDEST)
 
     def wake(self, namespace: str, name: str) -> None:
         """Something has happened to a job, or to a pod of it."""
@@ -78,9 +86,13 @@ class Operator:
         """Begin to look for jobs from time to time. `namespaces`: empty for all of them."""
 
         async def go_on() -> None:
+            greeted = False
             while True:
                 try:
                     await self.find(namespaces)
+                    if not greeted:
+                        await self.greet()
+                    greeted = True
                 except Exception as error:
                     log.warning("cannot list jobs: %s", message_of(error))
                 await asyncio.sleep(SEARCH_SECONDS)
@@ -155,6 +167,10 @@ class Operator:
             followed.refused, followed.generation = "", job.generation
         if followed.refused and time.time() < followed.retry_at:  # to say so in the status was an event, too
             return followed.retry_at
+        if job.spec is not None and d.begins(
+            job.spec, job.status
+        ):  # pods that run already keep what they have
+            job = await self._with_known_fields(job, job.spec)
         job = replace(job, refused=followed.refused)
         found = await self.api.pods(namespace, f"{p.JOB}={name}")
         pods = [observed.pod(pod, job.owner.uid) for pod in found]
@@ -170,9 +186,8 @@ class Operator:
         decision = d.decide(job, pods, lost, time.time())
         status = decision.status
         if followed.refused:
-            status = d.refused(status, followed.refused, time.time())
-        if (new := msgspec.to_builtins(status)) != (object.get("status") or {}):
-            await self.api.write_status(object, new)
+            status = refused(status, followed.refused, time.time())
+        await self._write(object, status)
         try:
             await self._do(job, decision)
         except Refused as error:
@@ -191,6 +206,8 @@ class Operator:
         for pod in gone:
             log.info("%s/%s: delete %s%s", owner.namespace, owner.name, pod.name, " now" if pod.now else "")
         await asyncio.gather(*(self.api.delete_pod(owner.namespace, a.name, a.uid, now=a.now) for a in gone))
+        if spec is not None and spec.workers.queue:
+            await self._need_kueue(spec, actions)
         made: list[Any] = []
         for action in actions:
             match action:
@@ -216,6 +233,16 @@ class Operator:
             log.info("%s/%s: create %s", owner.namespace, owner.name, object["metadata"]["name"])
         await asyncio.gather(*map(self.api.create, made))
 
+    async def _need_kueue(self, spec: r.Spec, actions: tuple[records.Action, ...]) -> None:
+        """Without Kueue, workers would start at once, and take what others wait for. Raises Refused."""
+        new = any(isinstance(a, records.CreateShared | records.CreateWorker) for a in actions)
+        if new and not await self.api.has(p.KUEUE):
+            raise Refused(
+                404,
+                f"workers.queue is {spec.workers.queue}, and the cluster has no API {p.KUEUE}: install Kueue, or leave "
+                "workers.queue out",
+            )
+
     async def _make_room(self, owner: p.Owner) -> None:
         """Delete the service of an earlier job of the same name: the cluster does so, too, but later."""
         found = await self.api.service(owner.namespace, owner.name)
@@ -235,9 +262,42 @@ class Operator:
         if object is None:
             return
         job = observed.job(object)
-        status = d.refused(job.status, message, time.time())
-        if (new := msgspec.to_builtins(status)) != object.get("status"):
-            await self.api.write_status(object, new)
+        await self._write(object, refused(job.status, message, time.time()))
+
+    async def _write(self, object: Any, status: r.Status) -> None:
+        """Write the status, if it has changed, and make events of what has become worse."""
+        new, old = msgspec.to_builtins(status), object.get("status") or {}
+        if new == old:
+            return
+        await self.api.write_status(object, new)
+        for reason, message in warnings(observed.job(object).status, status):
+            try:
+                await self.api.warn(object, reason, message)
+            except Refused as error:
+                log.debug("no event: %s", error)  # the condition says it, too
+
+    async def _with_known_fields(self, job: records.Job, spec: r.Spec) -> records.Job:
+        """The job, or one that says which fields of its pods are none."""
+        read_at, types = self._fields
+        for fresh in (False, True):
+            if fresh or not types:
+                types = await self._types()
+                self._fields = read_at, types = time.time(), types
+            try:
+                fields.check(spec, types)
+                return job
+            except LaunchError as error:
+                problem = str(error)
+            if time.time() < read_at + FIELDS_SECONDS:
+                break
+        return replace(job, spec=None, problem=problem)
+
+    async def _types(self) -> fields.Types:
+        try:
+            return fields.types_in(await self.api.openapi())
+        except (Refused, ValueError) as error:
+            log.warning("fields of pods are those of another version of Kubernetes: %s", message_of(error))
+            return fields.published()
 
     async def _with_words(self, namespace: str, pod: d.Pod) -> d.Pod:
         """A worker with the end of its log, if its script has failed."""
@@ -274,48 +334,15 @@ class Operator:
         return replace(job, status=status), followed.read_at + PROGRESS_SECONDS
 
 
-def login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
-    """The API server of KUBECONFIG or ~/.kube/config, else that of the cluster around this pod."""
-    return kopf.login_with_kubeconfig(settings=settings) or kopf.login_with_service_account(settings=settings)
-
-
-def message_of(error: Exception) -> str:
-    """What an error says. A timeout says nothing by itself."""
-    if isinstance(error, TimeoutError):
-        return f"the API server has not answered within {SECONDS:.0f} s"
-    return str(error) or type(error).__name__
-
-
-def _server() -> kopf.ConnectionInfo:
-    """The API server. Raises LaunchError, before kopf would try again for ever."""
-    try:
-        info = login(settings=kopf.OperatorSettings())
-        if info is not None:
-            tls(info)
-    except Exception as error:
-        file = os.environ.get("KUBECONFIG") or "~/.kube/config"
-        missing = f"has no {error}" if isinstance(error, KeyError) else message_of(error)
-        raise LaunchError(
-            f"the operator cannot use KUBECONFIG {file}", why=missing, hint="a file with which kubectl works"
-        ) from None
-    if info is None:
-        raise LaunchError(
-            "the operator knows no API server",
-            why="there is neither KUBECONFIG, nor ~/.kube/config, nor the account of a pod",
-            hint="KUBECONFIG=FILE, with which kubectl works",
-        )
-    return info
-
-
 def run(namespaces: tuple[str, ...] = (), liveness: str | None = None) -> None:
     """Run until a signal comes. `namespaces`: empty for all of them. Raises LaunchError."""
-    info = _server()
+    info = server()
     registry, operators = kopf.OperatorRegistry(), list[Operator]()
     kopf.on.login(registry=registry)(login)
 
     @kopf.on.startup(registry=registry)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False  # conditions say it, and fewer rights are needed
+        settings.posting.enabled = False  # `_write` makes them, of what is worth one
         settings.scanning.disabled = True  # `search` does it without a right to watch definitions
         token = TOKEN if TOKEN.exists() and info.token else None
         operators.append(Operator(connect(info, token)))

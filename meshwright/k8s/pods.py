@@ -19,10 +19,12 @@ STATE = (
     "/var/lib/meshwright"  # in pods of the scheduler and of servers: it outlives the container, not the pod
 )
 STOP_SECONDS = 25  # of the 30 that a pod has to end: long enough to save a checkpoint at a step border
+SPARE_SECONDS = 5  # of the time that a pod has to end: for its launcher
 PLAN_FOLDER, PLAN_FILE = "/etc/meshwright/plan", "plan.json"
 PLAN_BEGINS, PLAN_ENDS = "-----BEGIN MESHWRIGHT PLAN-----", "-----END MESHWRIGHT PLAN-----"
+KUEUE = "kueue.x-k8s.io"
 QUEUE, QUEUE_GROUP, QUEUE_COUNT, QUEUE_RETRIES = (
-    f"kueue.x-k8s.io/{name}"
+    f"{KUEUE}/{name}"
     for name in ("queue-name", "pod-group-name", "pod-group-total-count", "retriable-in-group")
 )
 EVICTED = "TerminationTarget"  # a condition of pods that Kueue ends
@@ -231,7 +233,7 @@ def worker(owner: Owner, spec: r.Spec, round: int, index: int, place: Place, aga
     else:
         command += ["--nnodes", str(of.replicas), "--node-id", str(index), "--master", at]
         command += ["--cluster-time-out=-1", "--stop-alone"]
-    command += ["--max-restarts", str(spec.backoff_limit), "--grace", str(STOP_SECONDS)]
+    command += ["--max-restarts", str(spec.backoff_limit), "--grace", str(_grace(of))]
     env = [{"name": "MS_SERVER_NUM", "value": str(place.servers)}] if place.servers else []
     name = worker_name(owner.name, index)
     pod = _pod(owner, spec, of, name, r.WORKER, index, round, [*command, *spec.command], env)
@@ -248,6 +250,12 @@ def worker(owner: Owner, spec: r.Spec, round: int, index: int, place: Place, aga
     return pod
 
 
+def _grace(workers: r.Workers) -> int:
+    """How long ranks may take to stop."""
+    given = workers.pod.get("terminationGracePeriodSeconds")
+    return max(given - SPARE_SECONDS, 1) if isinstance(given, int) else STOP_SECONDS
+
+
 def _queue(pod: Object, workers: r.Workers, group: str) -> None:
     """Let a pod wait in a queue of Kueue, whose webhook adds the scheduling gate and a finalizer.
 
@@ -258,7 +266,8 @@ def _queue(pod: Object, workers: r.Workers, group: str) -> None:
     metadata["labels"][QUEUE] = workers.queue
     if not workers.independent:
         metadata["labels"][QUEUE_GROUP] = group
-        metadata["annotations"] = {QUEUE_COUNT: str(workers.replicas), QUEUE_RETRIES: "false"}
+        ours = {QUEUE_COUNT: str(workers.replicas), QUEUE_RETRIES: "false"}
+        metadata["annotations"] = {**metadata.get("annotations", {}), **ours}
 
 
 def _with_state(pod: Object) -> Object:
@@ -310,6 +319,9 @@ def _pod(
     if "volumes" in pod:
         pod["volumes"] = [*pod["volumes"]]
     metadata = owner.metadata(name, **{ROLE: kind.lower(), INDEX: str(index), ROUND: str(round)})
+    metadata["labels"] = {**role.metadata.labels, **metadata["labels"]}
+    if role.metadata.annotations:
+        metadata["annotations"] = dict(role.metadata.annotations)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 

@@ -39,4 +39,15 @@ def waits(workers: Iterable[Pod]) -> bool:
     return bool(found) and all(pod.gated for pod in found)
 
 
-__all__ = ["is_left", "requeued", "waits"]
+def not_queued(spec: r.Spec, workers: Iterable[Pod]) -> str:
+    """Say that workers run without having been in the queue; empty if they were, or need not."""
+    free = [pod.name for pod in workers if pod.phase == "Running" and not pod.held and not pod.deleting]
+    if not spec.workers.queue or not free:
+        return ""
+    return (
+        f"{free[0]} was in no queue: Kueue's integration of pods is off, or leaves this namespace out, and "
+        f"workers.queue is {spec.workers.queue}"
+    )
+
+
+__all__ = ["is_left", "not_queued", "requeued", "waits"]

@@ -1,18 +1,15 @@
 """The resource `ParallelJob` as typed records: what a user writes (`Spec`), and what the operator reports (`Status`).
 
-The limits of each field are part of its type, so that the API server refuses what cannot be; `check` refuses the rest.
+The limits of each field are part of its type, so that the API server refuses what cannot be; `checks.py` refuses the
+rest.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-
-from meshwright.cost import presets
-from meshwright.errors import LaunchError, did_you_mean
 
 GROUP, VERSION, KIND, PLURAL = "meshwright.dev", "v1alpha1", "ParallelJob", "paralleljobs"
 NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"  # of a service and of host names: neither dots nor underscores
@@ -34,9 +31,19 @@ class Strict(Record, frozen=True, forbid_unknown_fields=True):
     """A part that a user writes: a typing error is no field."""
 
 
+class PodMetadata(Strict, frozen=True, kw_only=True):
+    """What the pods of a role are marked with, beside the operator's own labels."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
 class Role(Strict, frozen=True, kw_only=True):
     """One role of a job. Its image and its command are the job's."""
 
+    metadata: Annotated[PodMetadata, Meta(description="More labels and annotations of its pods.")] = (
+        PodMetadata()
+    )
     container: Annotated[
         Free, Meta(description="More fields of its container: resources, env, volumeMounts, …")
     ] = {}
@@ -242,130 +249,6 @@ class Status(Record, frozen=True, kw_only=True):
     observed_generation: Count = 0
 
 
-OURS_IN_CONTAINER = ("name", "image", "command", "args")
-OURS_IN_COMMAND = ("--servers", "--server-state", "--replicas", "--add-to")
-OURS_IN_PLAN = ("--cluster", "--output", "-o", "--trace", "--json", "--help", "-h")
-OURS_IN_POD = ("containers", "restartPolicy", "hostname", "subdomain")
-
-
-def read_spec(spec: object) -> Spec:
-    """The spec of a ParallelJob. Raises LaunchError for what the API server would refuse, and what it cannot see."""
-    try:
-        found = msgspec.convert(spec, Spec)
-    except msgspec.ValidationError as error:
-        raise LaunchError("this is not a ParallelJob", why=str(error).replace("`$", "`spec")) from None
-    check(found)
-    return found
-
-
-def check(spec: Spec) -> None:
-    """Refuse what a schema cannot express."""
-    roles: tuple[tuple[str, Role | None], ...] = (
-        ("workers", spec.workers),
-        ("servers", spec.servers),
-        ("scheduler", spec.scheduler),
-        ("plan", spec.plan),
-    )
-    for role, of in roles:
-        for field, given, ours in (
-            ()
-            if of is None
-            else (("container", of.container, OURS_IN_CONTAINER), ("pod", of.pod, OURS_IN_POD))
-        ):
-            if wrong := [name for name in given if name in ours]:
-                raise LaunchError(
-                    f"{role}.{field} has {wrong[0]}",
-                    why="the operator sets it",
-                    hint="image and command of the job; other fields of a pod and its container stay as they are given",
-                )
-    if spec.workers.gang and not spec.workers.pod.get("schedulerName"):
-        raise LaunchError(
-            "workers.gang is set without workers.pod.schedulerName",
-            why="the scheduler that a cluster has by default starts pods one by one",
-            hint="pod: {schedulerName: scheduler-plugins-scheduler}, as it was named when it was installed",
-        )
-    if spec.workers.gang and spec.workers.queue:
-        raise LaunchError(
-            "workers.gang and workers.queue are both set",
-            why="either a scheduler or Kueue starts all workers or none",
-            hint="leave one of them out",
-        )
-    if not spec.command[0].strip():
-        raise LaunchError("command begins with an empty string", hint="command: [train.py]")
-    _check_independent(spec)
-    if spec.servers is not None:
-        _check_servers(spec.servers, spec.command)
-    if spec.plan is not None:
-        _check_plan(spec.plan, spec.workers)
-
-
-def _check_independent(spec: Spec) -> None:
-    if spec.workers.independent and spec.servers is None:
-        raise LaunchError(
-            "workers.independent is set without servers",
-            why="what one worker trains reaches the others by servers alone",
-            hint="servers: {replicas: 2}",
-        )
-    if spec.workers.independent and spec.workers.gang:
-        raise LaunchError(
-            "workers.independent and workers.gang are both set",
-            why="workers that start all or none do not come and go one by one",
-            hint="leave one of them out",
-        )
-
-
-def _check_servers(servers: Servers, command: list[str]) -> None:
-    if servers.copies and servers.replicas == 1:
-        raise LaunchError(
-            "servers.copies is 1, servers.replicas too",
-            why="a copy is on another server, and there is one",
-            hint="replicas: 2",
-        )
-    mounts = servers.container.get("volumeMounts") or []
-    paths = [str(m.get("mountPath", "")).rstrip("/") for m in mounts if isinstance(m, dict)]
-    if servers.state and not any(f"{servers.state}/".startswith(f"{path}/") for path in paths if path):
-        raise LaunchError(
-            f"servers.state {servers.state} is in no volume",
-            why=f"servers.container.volumeMounts has {', '.join(paths) or 'none'}",
-            hint="volumeMounts: [{name: state, mountPath: /state}], and that volume in servers.pod.volumes",
-        )
-    if wrong := [word for word in _options(command) if word.split("=")[0] in OURS_IN_COMMAND]:
-        raise LaunchError(
-            f"command has {wrong[0]}, and servers is set",
-            why="servers are pods, and not processes beside the workers",
-            hint="leave one of them out",
-        )
-
-
-def _check_plan(plan: Planning, workers: Workers) -> None:
-    if workers.independent:
-        raise LaunchError(
-            "workers.independent and plan are both set",
-            why="a plan is for a number of ranks, and independent workers come and go one by one",
-            hint="leave one of them out",
-        )
-    ours = [word for word in plan.options if word.split("=")[0] in OURS_IN_PLAN or re.match("-o.", word)]
-    if ours:
-        raise LaunchError(
-            f"plan.options has {ours[0]}",
-            why="the operator sets the cluster and reads what the plan's pod prints",
-            hint="cluster: h100" if ours[0].startswith("--cluster") else "leave it out",
-        )
-    if not plan.cluster and not asks_for_gpus(workers):
-        raise LaunchError(
-            "plan has no cluster, and workers ask for no GPU",
-            why="the labels of nodes name the GPU that a worker gets by workers.container.resources.limits",
-            hint=f"cluster: cpu, another preset ({', '.join(presets.names())}), or a cluster file",
-        )
-    preset = plan.cluster.partition(":")[0]
-    if preset and not is_file(plan.cluster) and preset.lower() not in (*presets.names(), *presets.ALIASES):
-        raise LaunchError(
-            f"plan.cluster {plan.cluster!r:.80} is neither a preset nor a cluster file",
-            why="a cluster file ends in .yaml or .yml",
-            hint=did_you_mean(preset, presets.names()),
-        )
-
-
 def asks_for_gpus(workers: Workers) -> bool:
     """Return whether a worker's container has a limit such as ``nvidia.com/gpu``."""
     resources = workers.container.get("resources")
@@ -378,21 +261,4 @@ def is_file(cluster: str) -> bool:
     return cluster.endswith((".yaml", ".yml"))
 
 
-def _options(command: list[str]) -> list[str]:
-    """The words before the script, and perhaps the script."""
-    scripts = [n for n, word in enumerate(command) if word.endswith(".py") or word in ("-m", "--module")]
-    return command[: scripts[0]] if scripts else command
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that pods and their service could not have."""
-    if len(name) > NAME_CHARACTERS or re.fullmatch(NAME, name) is None:
-        raise LaunchError(
-            f"{name!r:.80} cannot name a ParallelJob",
-            why=f"its pods are named after it: at most {NAME_CHARACTERS} characters of a-z, 0-9 and -, beginning "
-            "with a letter",
-            hint=re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-0123456789")[:NAME_CHARACTERS],
-        )
-
-
-__all__ = ["Spec", "Status", "check", "check_name", "read_spec"]
+__all__ = ["Spec", "Status", "asks_for_gpus", "is_file"]

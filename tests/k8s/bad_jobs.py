@@ -31,7 +31,21 @@ NO_WORDS: tuple[Any, ...] = (1, None, [], [""], {}, True, "", " ", "NONE", "some
 NO_RECORDS: tuple[Any, ...] = (1, 0.5, "text", [], [{}], True)
 VALUES: dict[str, tuple[Any, ...]] = {
     "spec.image": (1, None, "", "a b", " ", [], {}, True, "x" * 2000),
-    "spec.command": ("train.py", [], None, [1], [None], {}, [["a"]], 1, True, [" "]),
+    "spec.command": (
+        "train.py",
+        [],
+        None,
+        [1],
+        [None],
+        {},
+        [["a"]],
+        1,
+        True,
+        [" "],
+        ["--nnodes", "4", "t.py"],
+        ["--master=10.0.0.1:29400", "t.py"],
+        ["-n4", "t.py"],
+    ),
     "spec.workers": (*NO_RECORDS, None, {}, {"replica": 2}),
     "spec.workers.replicas": (*NO_COUNTS, 5000),
     "spec.workers.ranks": (*(c for c in NO_COUNTS if c is not None), 5000),
@@ -42,8 +56,28 @@ VALUES: dict[str, tuple[Any, ...]] = {
         "ExitCode",
     ),
     "spec.workers.gang": ("true", 1, [], {}, True),  # True: with no scheduler that knows it
-    "spec.workers.container": (*NO_RECORDS, {"image": "y"}, {"name": "y"}, {"command": []}, {"args": ["x"]}),
-    "spec.workers.pod": (*NO_RECORDS, {"containers": []}, {"restartPolicy": "Always"}, {"hostname": "h"}),
+    "spec.workers.container": (
+        *NO_RECORDS,
+        {"image": "y"},
+        {"name": "y"},
+        {"command": []},
+        {"args": ["x"]},
+        {"volumeMount": []},
+        {"env": [{"name": "A", "valeu": "x"}]},
+    ),
+    "spec.workers.metadata": (
+        *NO_RECORDS,
+        {"labels": {"a": 1}},
+        {"annotations": ["a"]},
+        {"labels": {"meshwright.dev/job": "other"}},
+    ),
+    "spec.workers.pod": (
+        *NO_RECORDS,
+        {"containers": []},
+        {"restartPolicy": "Always"},
+        {"hostname": "h"},
+        {"tolerance": []},
+    ),
     "spec.workers.independent": ("true", 1, [], {}, True),  # True: without servers
     "spec.servers": (
         *NO_RECORDS,

@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from meshwright.k8s.api import Api
+from meshwright.k8s.fields import CORE, Types, published
 
 Object = dict[str, Any]
 JOBS = "/apis/meshwright.dev/v1alpha1/paralleljobs"
@@ -27,7 +28,11 @@ class FakeServer:
         self.refuses: tuple[int, str] | None = None
         self.before_write: Any = None
         self.installed = True  # the definition of jobs
+        self.no_events = False  # that the operator may make
+        self.apis = {"kueue.x-k8s.io"}  # beside ours
+        self.version = {"major": "1", "minor": "20"}
         self.log: str | None = ""  # None: the node does not answer
+        self.types = dict(published())  # of what pods consist of
         self._versions = count(1)
 
     def put(self, path: str, object: Object) -> None:
@@ -47,6 +52,8 @@ class FakeServer:
             path = f"{path}/{body['metadata']['name']}"
             if body["kind"] == "Pod" and self.refuses:
                 return web.json_response({"message": self.refuses[1]}, status=self.refuses[0])
+            if body["kind"] == "Event" and self.no_events:
+                return web.json_response({"message": "events is forbidden"}, status=403)
             if path in self.objects:
                 return web.json_response({"message": "exists"}, status=409)
             self.put(path, body)
@@ -63,6 +70,12 @@ class FakeServer:
             return web.json_response(
                 {"items": [o for p, o in self.objects.items() if p.startswith(path + "/")]}
             )
+        if path.removeprefix("/apis/") in self.apis:
+            return web.json_response({"kind": "APIGroup"})
+        if path == "/version":
+            return web.json_response(self.version)
+        if path == "/openapi/v2":
+            return web.json_response(openapi(self.types))
         if path.endswith("/log") and self.log is None:
             return web.json_response({"message": "no kubelet"}, status=500)
         if path.endswith("/log"):
@@ -86,6 +99,21 @@ class FakeServer:
                 del self.objects[path]
             return web.json_response({})
         return web.json_response(copy.deepcopy(self.objects[path]))
+
+
+def openapi(types: Types) -> Object:
+    """The document of version 2 that has these types; a list where an API server may have either."""
+    plain = {"type": "string"}
+
+    def reference(kind: str) -> Object:
+        return {"type": "array", "items": {"$ref": f"#/definitions/{CORE}{kind}"}} if kind else plain
+
+    return {
+        "definitions": {
+            CORE + kind: {"properties": {field: reference(of) for field, of in fields.items()}}
+            for kind, fields in types.items()
+        }
+    }
 
 
 @asynccontextmanager

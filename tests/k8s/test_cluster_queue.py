@@ -82,8 +82,26 @@ class InCluster:
                     self.cluster.ask("DELETE", path)
 
 
+def definition() -> dict[str, Any]:
+    """Of queues, as far as an API server shows that Kueue is there."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"kind": "LocalQueue", "plural": "localqueues"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": "localqueues.kueue.x-k8s.io",
+            "annotations": {"api-approved.kubernetes.io": "unapproved"},
+        },
+        "spec": {"group": "kueue.x-k8s.io", "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+
+
 @pytest.fixture
 def queue(cluster: Cluster) -> Iterator[InCluster]:
+    cluster.apply(definition())
+    eventually(lambda: cluster.get("/apis/kueue.x-k8s.io"), "the API of Kueue is there")
     made = InCluster(cluster)
     thread = threading.Thread(target=made.run)
     thread.start()
@@ -96,6 +114,19 @@ def groups(job: Job) -> set[str]:
     return {
         pod["metadata"]["labels"][GROUP] for pod in job.objects("pods") if GROUP in pod["metadata"]["labels"]
     }
+
+
+def test_without_kueue_a_job_waits_until_it_is_installed(cluster, stepping, request):
+    cluster.kubectl("delete", "--ignore-not-found", "crd", "localqueues.kueue.x-k8s.io")
+    eventually(lambda: cluster.get("/apis/kueue.x-k8s.io") is None, "there is no Kueue")
+    job = stepping("early", {"replicas": 2, "queue": "team", "pod": HELD})
+    job.is_in("Refused")
+    said = next(c["message"] for c in job.status["conditions"] if c["type"] == "Valid")
+    assert "the cluster has no API kueue.x-k8s.io" in said and not job.objects("pods")
+    request.getfixturevalue("queue")
+    job.runs(2)
+    assert job.pod("worker-0")["metadata"]["finalizers"] == [FINALIZER]
+    job.delete()
 
 
 def test_workers_wait_as_a_group_and_their_job_goes_through_all_it_may(cluster, queue, stepping):

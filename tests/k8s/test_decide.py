@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from meshwright.k8s import checks, records
 from meshwright.k8s import decide as d
 from meshwright.k8s import pods as p
-from meshwright.k8s import records
 from meshwright.k8s import resource as r
 from tests.k8s.kueue import Kueue, Seen
 
@@ -370,6 +370,6 @@ def test_an_operator_of_a_later_version_leaves_the_pods_of_a_job_alone():
         "scheduler": {"port": 29500},
         "backoffLimit": 3,
     }
-    cluster = Cluster(r.read_spec(given))
+    cluster = Cluster(checks.read_spec(given))
     cluster.settle()
     assert cluster.status.revision == "df837e83d4af"

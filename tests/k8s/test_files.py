@@ -85,6 +85,12 @@ def test_a_job_of_mindspore():
     }
 
 
+def test_labels_of_pods_stay():
+    metadata = {"labels": {"team": "vision"}, "annotations": {"sidecar.istio.io/inject": "false"}}
+    job = changed(f"{WORKER}.template.metadata", {**metadata, "creationTimestamp": None})
+    assert convert(job)["spec"]["workers"]["metadata"] == metadata
+
+
 def test_servers_of_mindspore_are_servers():
     job = copy.deepcopy(MSJOB)
     worker = job["spec"]["msReplicaSpecs"]["Worker"]
@@ -137,8 +143,13 @@ TEMPLATE = {
         ("spec.msReplicaSpecs.Worker.template", TEMPLATE, "a shell script"),
         ("spec.runPolicy.schedulingPolicy", {"minAvailable": 3}, "schedulingPolicy"),
         ("spec.successPolicy", "Most", "successPolicy is 'Most'"),
-        (f"{WORKER}.template.metadata", {"annotations": {"a": "b"}}, "template.metadata has annotations"),
-        (f"{WORKER}.template.metadata", {"labels": {"a": "b"}}, "template.metadata has labels"),
+        (f"{WORKER}.template.metadata", {"finalizers": ["a"]}, "template.metadata has finalizers"),
+        (
+            f"{WORKER}.template.metadata",
+            {"labels": {"meshwright.dev/job": "b"}},
+            "labels has meshwright.dev/job",
+        ),
+        (f"{WORKER}.template.spec.nodeSelectr", {}, "workers.pod has nodeSelectr"),
         (f"{WORKER}.template.spec.hostname", "h", "template.spec has hostname"),
         (f"{WORKER}.template.spec.restartPolicy", "Always", "template.spec.restartPolicy is not"),
         (

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("kopf")
 
 from meshwright.errors import LaunchError
-from meshwright.k8s.operator import Followed, Operator, message_of, run
-from tests.k8s.test_operator import JOB, PODS, condition, start, started, with_job
+from meshwright.k8s.api import message_of
+from meshwright.k8s.operator import Followed, Operator, run
+from tests.k8s.one_job import JOB, PODS, condition, start, started, with_job
 
 NO_FILE = """
 current-context: a
@@ -128,6 +129,35 @@ def test_an_operator_without_a_usable_configuration_says_so_and_ends(tmp_path, m
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(LaunchError, match="knows no API server"):
         run()
+
+
+PLUGIN = """
+current-context: a
+contexts: [{name: a, context: {cluster: a, user: a}}]
+clusters: [{name: a, cluster: {server: "https://localhost:1"}}]
+users: [{name: a, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: aws}}}]
+"""
+
+
+def test_a_configuration_whose_plugin_would_have_to_be_run_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "config"
+    file.write_text(PLUGIN)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    with pytest.raises(LaunchError, match="no token and no certificate, and the operator runs no plugin"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [(("1", "19"), True), (("1", "20+"), False), (("1", "34"), False), (("2", "0"), False)],
+)
+def test_an_api_server_that_is_too_old_is_named(version, warns, caplog):
+    async def do(server: Any, operator: Operator) -> None:
+        server.version = dict(zip(("major", "minor"), version, strict=True))
+        await operator.greet()
+        assert ("is for Kubernetes 1.20 and newer" in caplog.text) == warns
+
+    with_job(do)
 
 
 def test_a_timeout_is_not_without_words():

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.errors import ClusterError, LaunchError
-from meshwright.k8s import observed
+from meshwright.k8s import checks, observed
 from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
 from meshwright.k8s.gpus import preset_of
@@ -320,11 +320,11 @@ def test_plans_that_cannot_be(plan, workers, says):
         **servers,
     }
     with pytest.raises(LaunchError) as refused:
-        r.read_spec(given)
+        checks.read_spec(given)
     assert says in f"{refused.value.what} {refused.value.why}"
 
 
 def test_workers_that_ask_for_gpus_need_no_cluster():
     limits = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
     workers = {"replicas": 2, "container": limits}
-    r.read_spec({"image": "i", "command": ["t.py"], "workers": workers, "plan": {"model": "m.py:f"}})
+    checks.read_spec({"image": "i", "command": ["t.py"], "workers": workers, "plan": {"model": "m.py:f"}})

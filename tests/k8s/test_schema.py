@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from meshwright.errors import LaunchError
+from meshwright.k8s import checks
 from meshwright.k8s import resource as r
 from meshwright.k8s.schema import as_yaml, definition
 
@@ -66,7 +67,7 @@ def test_defaults_are_those_of_the_records():
 )
 def test_what_cannot_be_is_refused_with_the_field(change, says):
     with pytest.raises(LaunchError) as refused:
-        r.read_spec({**GOOD, **change})
+        checks.read_spec({**GOOD, **change})
     assert says in f"{refused.value.what} {refused.value.why}"
 
 
@@ -76,6 +77,6 @@ def test_manifests_of_deploy_and_examples_are_yaml_and_jobs_among_them_can_be():
         for object in yaml.safe_load_all(file.read_text("utf-8")):
             assert {"apiVersion", "kind"} <= set(object)
             if object["kind"] == r.KIND:
-                r.check_name(object["metadata"]["name"])
-                found.append(r.read_spec(object["spec"]))
+                checks.check_name(object["metadata"]["name"])
+                found.append(checks.read_spec(object["spec"]))
     assert found or not (ROOT / "examples/k8s").exists()

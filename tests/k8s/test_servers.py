@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.errors import LaunchError
+from meshwright.k8s import checks
 from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
 from tests.k8s.test_decide import OWNER, Cluster, spec
@@ -234,7 +235,7 @@ def test_what_pods_of_servers_run():
 )
 def test_servers_that_cannot_be(change, says):
     good = {"image": "i", "command": ["train.py", "--servers", "2"], "workers": {"replicas": 2}}
-    r.read_spec({**good, "servers": {"replicas": 2}})  # a word of the script
+    checks.read_spec({**good, "servers": {"replicas": 2}})  # a word of the script
     with pytest.raises(LaunchError) as refused:
-        r.read_spec({**good, **change})
+        checks.read_spec({**good, **change})
     assert says in f"{refused.value.what} {refused.value.why}"
