@@ -46,7 +46,7 @@ printf 'KUBE_GIT_%s\n' COMMIT=debian TREE_STATE=archive VERSION=v1.20.2 MAJOR=1 
 cd "$sources"
 nice make generated_files
 export GOPATH=$folder/gopath GO111MODULE=off
-version=k8s.io/component-base/version
+version=k8s.io/kubernetes/vendor/k8s.io/component-base/version
 flags="-s -w -X $version.gitVersion=v1.20.2 -X $version.gitMajor=1 -X $version.gitMinor=20"
 for program in "${programs[@]}"; do
     nice go build -p "${JOBS:-2}" -ldflags "$flags" -o "$folder/bin/$program" "k8s.io/kubernetes/cmd/$program"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import ssl
 import tempfile
 import time
@@ -74,10 +75,11 @@ class Api:
     async def nodes(self, selector: str) -> list[Object]:
         return (await self.ask("GET", "/api/v1/nodes", labelSelector=selector))["items"]
 
-    async def version(self) -> tuple[int, ...]:
-        """Of Kubernetes: (1, 20). Some clouds write 20+."""
+    async def version(self) -> tuple[str, tuple[int, ...]]:
+        """Of Kubernetes: v1.20.2, (1, 20). Numbers of some clouds are 20+; a build of one's own may have none."""
         found = await self.ask("GET", "/version")
-        return tuple(int("".join(filter(str.isdecimal, found[part])) or 0) for part in ("major", "minor"))
+        numbers = [re.match(r"\d+", found[part]) for part in ("major", "minor")]
+        return found["gitVersion"], tuple(int(number[0]) for number in numbers if number)
 
     async def has(self, group: str) -> bool:
         """Return whether the cluster has an API."""

@@ -69,9 +69,9 @@ class Operator:
 
     async def greet(self) -> None:
         """Say which API server it is."""
-        version = await self.api.version()
-        log.info("the API server has Kubernetes %s", ".".join(map(str, version)))
-        if version < OLDEST:
+        name, version = await self.api.version()
+        log.info("the API server has Kubernetes %s", name)
+        if version and version < OLDEST:
             log.warning("the operator is for Kubernetes %d.%d and newer", *OLDEST)
 
     def wake(self, namespace: str, name: str) -> None:

@@ -110,7 +110,8 @@ class Cluster:
             with urllib.request.urlopen(request, data, 30, context=context) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+            text = error.read()
+            return error.code, json.loads(text) if text.startswith(b"{") else {"message": text.decode()}
 
     def get(self, path: str) -> Any:
         """An object, or the objects of a list; None for what is not there."""

@@ -30,7 +30,7 @@ class FakeServer:
         self.installed = True  # the definition of jobs
         self.no_events = False  # that the operator may make
         self.apis = {"kueue.x-k8s.io"}  # beside ours
-        self.version = {"major": "1", "minor": "20"}
+        self.version = {"major": "1", "minor": "20", "gitVersion": "v1.20.2"}
         self.log: str | None = ""  # None: the node does not answer
         self.types = dict(published())  # of what pods consist of
         self._versions = count(1)

@@ -34,9 +34,9 @@ def test_a_typing_error_is_refused_and_the_job_starts_when_it_is_mended(cluster,
     container = {"resources": {"limit": limits}, "imagePulPolicy": "IfNotPresent"}
     job = stepping("typo", {"replicas": 2, "container": container, "pod": {"nodeSelectr": {"a": "b"}}})
     assert refusal(cluster, job) == (
-        "workers.container.resources has limit, workers.container has imagePulPolicy, workers.pod has nodeSelectr\n"
+        "workers.container has imagePulPolicy, workers.container.resources has limit, workers.pod has nodeSelectr\n"
         "  why:   pods of this version of Kubernetes have no such field\n"
-        "  try:   limit: did you mean 'limits'?; imagePulPolicy: did you mean 'imagePullPolicy'?; "
+        "  try:   imagePulPolicy: did you mean 'imagePullPolicy'?; limit: did you mean 'limits'?; "
         "nodeSelectr: did you mean 'nodeSelector'?"
     )
     mended = {"resources": {"limits": limits, "limit": None}, "imagePulPolicy": None, "tty": False}
