@@ -98,11 +98,12 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     if program.compiled and place.cuda:
         contenders[COMPILED] = lambda: _theirs(place, program, compiled=True)
         contenders[BOTH] = lambda: _ours(place, program, compiled=True)
-    steps, sizes = dict[str, Recorded](), dict[str, int]()
+    steps, sizes, rounded = dict[str, Recorded](), dict[str, int](), 0
     for name, make in contenders.items():
         made, sizes[name] = place.with_peak(lambda make=make: Recorded(make()))
         assert isinstance(made, Recorded)
         steps[name] = made
+        rounded = place.rounded_bytes() if name == OURS else rounded
     spread = _alike(place, program, steps)
     times = _times(place, steps)
     ours_s, ours_bytes = times.median(OURS), sizes[OURS]
@@ -110,6 +111,8 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     if predicted is not None:
         shown[0] += f", predicted {predicted['seconds'] * 1e3:.2f} ({predicted['seconds'] / ours_s:.3f})"
         shown += [f"peak {ours_bytes / 1e6:.1f} MB, predicted ({predicted['bytes'] / ours_bytes:.3f})"]
+    if rounded > 0.001 * ours_bytes:
+        shown += [f"{rounded / 1e6:.1f} MB of them are blocks that the allocator rounds up"]
     if EAGER in contenders:
         shown += [f"{_quartiles(times.ratio(EAGER))} of eager's"]
     if BOTH in contenders:
@@ -120,6 +123,7 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     if spread:
         shown += [f"losses as close as those of eager runs that start one rounding apart ({spread:.1g})"]
     data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted, "spread": spread}
+    data["rounded_bytes"] = rounded
     return "; ".join(shown), data
 
 
