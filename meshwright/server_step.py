@@ -92,6 +92,7 @@ class ServerStep:
         self._rest = {n: p for n, p in named.items() if p.requires_grad and n not in marks}
         limit = limit_of(clip_norm, staleness, outside=bool(self._rest))
         count, number = launched_world(), launched_rank()
+        of_job.check_goes_on(list(self._rest), share is not None)
         if count > 1:
             check_all_reduced(model, self._rest, () if staleness != 0 else marks.keys() - by_rows.keys())
         counts = weight is examples and count > 1 and (staleness == 0 or bool(self._rest))
@@ -106,7 +107,7 @@ class ServerStep:
         # step that was pushed in part would not either.
         shares = share is not None
         attempt = of_job.attempt() if self._rest or shares else 0
-        spread_now, life = spread(parameters, servers), 0 if late else of_job.attempt()
+        spread_now, life = spread(parameters, servers), 0 if late else of_job.life()
         declare = m.Declare(job, parameters, spread_now, staleness, count, attempt, shares, life, limit)
         self.rank, self.workers = number, count
         self.worker = Worker(transport, number, declare)

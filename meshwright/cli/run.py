@@ -117,6 +117,14 @@ def run(
             help="Folder for the state of parameter servers: a killed one restarts from it, and nothing is lost.",
         ),
     ] = None,
+    resume_state: Annotated[
+        bool,
+        typer.Option(
+            "--resume-state",
+            help="Go on from what parameter servers of a job on this machine have left in --server-state: its launcher "
+            "was killed. This needs all parameters on servers.",
+        ),
+    ] = False,
     replicas: Annotated[
         str,
         typer.Option(
@@ -272,12 +280,16 @@ def run(
         raise LaunchError(
             "--replicas without --servers", why="replicas are copies of parameter servers", hint="--servers 2"
         )
+    if resume_state and server_count is None:
+        raise LaunchError(
+            "--resume-state without --servers", why="it is about parameter servers", hint="--servers 2"
+        )
     if add_to is not None and (server_count is not None or job.nodes is not None):
         raise LaunchError(
             "--add-to with servers or machines", why="the running job has them already", hint="leave them out"
         )
     if add_to is None:
-        beside = started(server_count, server_state, job.nodes, copies)
+        beside = started(server_count, server_state, job.nodes, copies, resumes=resume_state)
     else:
         place = None if node_rank is None else job.nproc * count(node_rank, "--node-rank")
         beside = added(add_to, place, secret, certificates, insecure=insecure)

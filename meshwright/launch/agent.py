@@ -33,7 +33,7 @@ from meshwright.launch.nodes import trusted
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import Port
 from meshwright.launch.ranks import Ranks
-from meshwright.launch.servers import machines_of
+from meshwright.launch.servers import attempt_begins, check_joins
 from meshwright.launch.span import Alone, Span
 from meshwright.launch.survivors import Survivors
 from meshwright.scheduler.client import Place
@@ -79,17 +79,26 @@ def _attempts(job: Job, party: Alone | Member, folder: Path, records: Path, hear
     run_id = f"meshwright-{uuid.uuid4().hex}"
     with reaper.guard(run_id, memory_folder(run_id)), Keeper(run_id, party.trust) as keeper:
         fresh, failures = True, 0
+        check_joins()
         while True:
             for left in records.glob("*"):  # of an attempt before
                 left.unlink()
             span = party.begin()
             (records / JOB).write_text(party.job, "utf-8")
-            machines_of(span.attempt, span.nodes)
+            refused = None
+            try:
+                attempt_begins(span.attempt, span.nodes)
+            except LaunchError as error:
+                refused = error
             for rank in span.ranks if fresh else ():
                 (folder / f"rank{rank}.log").unlink(missing_ok=True)
             fresh = False
-            outcome = _attempt(job, party, keeper, span, f"{run_id}-{span.attempt}", folder, records, heard)
-            outcome, again = party.end(outcome)
+            if refused is None:
+                run = f"{run_id}-{span.attempt}"
+                outcome = _attempt(job, party, keeper, span, run, folder, records, heard)
+            else:
+                outcome = Outcome(2, refused)
+            outcome, again = party.end(outcome, final=refused is not None)
             if not again:  # what was said of failures names their logs
                 return replace(outcome, log_dir=folder) if failures else outcome
             if outcome.failure is not None:

@@ -236,8 +236,9 @@ class Member:
         patience = 0.0 if alone else TURN_SECONDS
         self._unreachable = not self._report(report, patience, TURN_SECONDS)
 
-    def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
-        """How the attempt has ended for all machines, and whether this one takes part in it or in another one again."""
+    def end(self, outcome: Outcome, *, final: bool = False) -> tuple[Outcome, bool]:
+        """How the attempt has ended for all machines, and whether this one takes part in it or in another one again.
+        `final`: the job cannot go on."""
         if self._excluded():
             print(
                 "the others took this machine for lost, and go on: its ranks are started again, and join",
@@ -250,7 +251,7 @@ class Member:
         blame = m.TOLD if told else m.PEER if outcome.peer_lost else m.OWN
         status = 143 if told else outcome.exit_code
         text = str(outcome.failure or "")
-        report, began = m.Report(self._node.id, self._attempt, status, text, blame), time.monotonic()
+        report, began = m.Report(self._node.id, self._attempt, status, text, blame, final), time.monotonic()
         while not self._report(report, TURN_SECONDS):
             if self._heard():
                 self._unreachable = True

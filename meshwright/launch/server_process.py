@@ -17,9 +17,10 @@ import torch
 from meshwright.launch.bootstrap import die_with
 from meshwright.servers.journal import Journal
 from meshwright.servers.meeting import meeting
-from meshwright.servers.places import Meeting
+from meshwright.servers.places import LAUNCHES, Meeting
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
+from meshwright.servers.torn import common
 
 
 def load_optimizers() -> None:
@@ -28,14 +29,24 @@ def load_optimizers() -> None:
 
 
 def serving_of(
-    met: Meeting, number: int, state: Path | None, replicas: int = 0, *, fresh: bool = False
+    met: Meeting,
+    number: int,
+    state: Path | None,
+    replicas: int = 0,
+    *,
+    fresh: bool = False,
+    resumes: bool = False,
 ) -> Serving:
-    """A server at its socket, with what it had when it was killed. `fresh`: it had no values."""
+    """A server at its socket, with what it had when it was killed. `fresh`: it had no values. `resumes`: all servers
+    were killed, and all workers."""
     journal = None if state is None else Journal(state / str(number), number)
     # a folder may have what a server had before another machine took it over
     old = journal is None or journal.fresh or (replicas > 0 and met.moved(number))
     lost = old and met.been(number) and not fresh
-    server = journal.server() if journal is not None and not lost else Server(number, lost=lost)
+    if state is None or journal is None or lost:
+        server = Server(number, lost=lost)
+    else:
+        server = journal.server(common(state) if resumes and not met.been(number) else None)
     return Serving(server, met, journal, replicas)
 
 
@@ -50,7 +61,9 @@ def main() -> None:
             return
     number = int(place)
     (folder / f"{number}.pid").write_text(str(os.getpid()))
-    serving = serving_of(meeting(folder), number, Path(sys.argv[5]) if len(sys.argv) > 5 else None, replicas)
+    state = Path(sys.argv[5]) if len(sys.argv) > 5 else None
+    resumes = (folder / LAUNCHES).exists()
+    serving = serving_of(meeting(folder), number, state, replicas, resumes=resumes)
     serving.run()
     if serving.failure is not None:
         raise SystemExit(f"ServerError: {serving.failure}")

@@ -14,19 +14,22 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshwright.errors import LaunchError, ServerError, path_from
+from meshwright.errors import LaunchError, ServerError
+from meshwright.launch import server_state
 from meshwright.launch.nodes import Nodes, master, trusted
 from meshwright.launchers.dynamic_cluster import SERVER_COUNT
 from meshwright.launchers.interfaces import resolve
 from meshwright.scheduler.client import FILE, Place
 from meshwright.scheduler.trust import SECRET, Trust
+from meshwright.servers.by_scheduler import known, named
 from meshwright.servers.in_folder import the_job
 from meshwright.servers.meeting import meeting, meeting_by_hand
-from meshwright.servers.places import FOLDER, JOINS, LAUNCHER, MACHINES, PREFIX, Meeting
+from meshwright.servers.places import FOLDER, JOB, JOINS, LAUNCHER, LAUNCHES, MACHINES, PREFIX, Meeting
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
 SPARE, NEWEST = "spare", "newest"
+STATE = "state"  # the file with the folder of --server-state, of a job over several machines
 ATTEMPT = "attempt"  # the file with the number of the newest attempt, and the names of its machines
 MOST_SERVERS = 64  # of which each has a block of every table
 
@@ -42,7 +45,7 @@ class Servers:
         self._meeting: Meeting = meeting(folder)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lost: set[int] = set()
-        self._attempt = ""  # the machines of the newest one, as `machines_of` wrote them
+        self._attempt = ""  # the machines of the newest one, as `attempt_begins` wrote them
         # of one machine the ranks may ask at once; of several, a scheduler has to be there
         self._numbers = None if node else self._meeting.begin(count, node)
         # one that has loaded everything: a killed server is back in a moment
@@ -76,7 +79,9 @@ class Servers:
         while self._numbers is None and not self._ending.is_set():
             with contextlib.suppress(LaunchError):  # the scheduler is not there yet
                 self._numbers = self._meeting.begin(count, self._node)
-        for number in self._numbers or ():
+        while self._waits() and not self._ending.wait(POLL_SECONDS):
+            pass
+        for number in () if self._waits() else self._numbers or ():
             self.processes[number] = self._process(str(number))
         asked = 0.0
         while not self._ending.wait(POLL_SECONDS):
@@ -86,6 +91,10 @@ class Servers:
                     asked = time.monotonic()
                     self._run_mine()
         self._meeting.close()
+
+    def _waits(self) -> bool:
+        """Return whether it is not known yet if the folder is that of this job (`attempt_begins`)."""
+        return bool(self._node) and self.state is not None and not (self.folder / ATTEMPT).exists()
 
     def _machines_change(self) -> bool:
         """Return whether an attempt has begun, perhaps without machines whose servers have a copy on others."""
@@ -136,22 +145,41 @@ class Servers:
                 process.stdin.close()
 
 
-def machines_of(attempt: int, nodes: Sequence[str]) -> None:
-    """Note the machines of an attempt for the servers of this one, if it has any."""
-    folder = os.environ.get(FOLDER)
-    if folder is not None and nodes and JOINS not in os.environ:
-        part = Path(folder) / f"{ATTEMPT}.part"
-        part.write_text("\n".join((str(attempt), *nodes)))
-        part.rename(Path(folder) / ATTEMPT)
+def check_joins() -> None:
+    """Before this machine joins others: raise LaunchError where their job runs already, and --server-state has the
+    values of another one."""
+    folder = Path(os.environ.get(FOLDER, ""))
+    if (folder / STATE).exists() and (job := known(Place.read(folder / FILE))):
+        server_state.check(Path((folder / STATE).read_text()), job)
+
+
+def attempt_begins(attempt: int, nodes: Sequence[str]) -> None:
+    """Note the machines of an attempt for the servers of this one, if it has any. Raises LaunchError where
+    --server-state has the values of another job."""
+    folder = Path(os.environ.get(FOLDER, ""))
+    if FOLDER not in os.environ or not nodes or JOINS in os.environ:
+        return
+    if (folder / STATE).exists():
+        server_state.claim(
+            Path((folder / STATE).read_text()), named(Place.read(folder / FILE)), 0, alone=False
+        )
+    part = folder / f"{ATTEMPT}.part"
+    part.write_text("\n".join((str(attempt), *nodes)))
+    part.rename(folder / ATTEMPT)
 
 
 @contextlib.contextmanager
 def started(
-    count: int | None, state: Path | None, nodes: Nodes | None = None, replicas: int = 0
+    count: int | None,
+    state: Path | None,
+    nodes: Nodes | None = None,
+    replicas: int = 0,
+    *,
+    resumes: bool = False,
 ) -> Iterator[None]:
     """Servers of this machine within the block; ranks find them, and those of other machines, by the environment.
     `count`: None for a job without servers, or with those that MS_SERVER_NUM counts. `replicas`: how many other servers
-    have a copy of each. Raises LaunchError.
+    have a copy of each. `resumes`: go on from `state`, which a launcher before this one has left. Raises LaunchError.
     """
     if count is None and nodes is not None and (by_hand := servers_by_hand()):
         place = Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates))
@@ -170,42 +198,43 @@ def started(
             else "a server has one copy or none"
         )
         raise LaunchError(f"--replicas is {replicas}", why=why, hint="--servers 2 --replicas 1")
-    if state is not None:
-        hint = "--server-state with a folder that you own"
-        state = path_from(state, f"--server-state {state}", LaunchError, hint)
-        try:
-            state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise LaunchError(
-                f"cannot write to {state}", why=error.strerror or str(error), hint=hint
-            ) from None
-        if nodes is None:  # else this may be a machine that comes back to its job
-            check_unused(state)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can open it
-    (folder / LAUNCHER).write_text(str(os.getpid()))
-    if nodes is not None:
-        Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
-        (folder / MACHINES).write_text(str(nodes.count))
-    servers = Servers(count, folder, state, "" if nodes is None else nodes.id, replicas)
-    try:
-        with _environment({FOLDER: str(folder)}):
-            yield
-    finally:
-        servers.end()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_unused(state: Path) -> None:
-    """Raise LaunchError for a folder in which the servers of an earlier job have written."""
-    written = [*state.glob("*/*.log"), *state.glob("*/*.safetensors")]
-    if written:
-        last = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in written)))
+    if resumes and (state is None or nodes is not None):
         raise LaunchError(
-            f"--server-state {state} has the values of another job, last written at {last}",
-            why="servers go on from this folder as long as their launcher runs; no later job can",
-            hint="delete the folder, or name another one; a new job resumes from a checkpoint: step.save and "
-            "step.resume in the script",
+            "--resume-state without --server-state"
+            if state is None
+            else "--resume-state over several machines",
+            why="it goes on from what servers have written there"
+            if state is None
+            else "servers are numbered as their machines come, and the scheduler that knew it has ended",
+            hint="--server-state FOLDER"
+            if state is None
+            else f"another --server-state; a new job resumes from a checkpoint: {server_state.RESUMES}",
         )
+    state = None if state is None else server_state.made(state)
+    with server_state.locked(state if nodes is None else None):
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # only this user can open it
+        try:
+            (folder / LAUNCHER).write_text(str(os.getpid()))
+            if nodes is not None:
+                Place(nodes.host, nodes.port, Trust(trusted(nodes), nodes.certificates)).write(folder / FILE)
+                (folder / MACHINES).write_text(str(nodes.count))
+                if state is not None:
+                    (folder / STATE).write_text(str(state.resolve()))
+            elif state is not None and resumes:
+                owner = server_state.go_on(state)
+                (folder / JOB).write_text(owner.job)
+                (folder / LAUNCHES).write_text(str(owner.launches))
+                count = max(count, owner.servers)
+            elif state is not None:
+                server_state.claim(state, folder.name, count, alone=True)
+            servers = Servers(count, folder, state, "" if nodes is None else nodes.id, replicas)
+            try:
+                with _environment({FOLDER: str(folder)}):
+                    yield
+            finally:
+                servers.end()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -267,4 +296,4 @@ def _environment(names: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-__all__ = ["Servers", "added", "folder_of", "machines_of", "started"]
+__all__ = ["Servers", "added", "attempt_begins", "check_joins", "folder_of", "started"]

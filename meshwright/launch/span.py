@@ -104,9 +104,9 @@ class Alone:
     def stopped(self, status: int) -> None:
         """Tell the others that the job has been asked to stop."""
 
-    def end(self, outcome: Outcome) -> tuple[Outcome, bool]:
-        """How the attempt has ended for all machines, and whether the job begins again."""
-        again = outcome.failure is not None and self.budget.left > 0
+    def end(self, outcome: Outcome, *, final: bool = False) -> tuple[Outcome, bool]:
+        """How the attempt has ended for all machines, and whether the job begins again. `final`: it cannot."""
+        again = outcome.failure is not None and self.budget.left > 0 and not final
         self.budget.left -= again
         return outcome, again
 

@@ -56,8 +56,7 @@ class ByScheduler:
 
     @property
     def job(self) -> str:
-        made = uuid.uuid4().hex.encode()
-        return self._client.swap(JOB, b"", made).decode()
+        return _named(self._client)
 
     def begin(self, count: int, node: str) -> range:
         while True:
@@ -203,6 +202,23 @@ class ByScheduler:
         return None if known is None else msgspec.json.decode(known, type=tuple[str, int])
 
 
+def named(place: Place) -> str:
+    """The name of the job of a scheduler, which has one from here on. Raises LaunchError."""
+    with contextlib.closing(Client(place)) as client:
+        return _named(client)
+
+
+def known(place: Place) -> str:
+    """The name of the job of a scheduler; empty before anybody has asked for it, or without a scheduler."""
+    with contextlib.closing(Client(place, PATIENCE_SECONDS)) as client, contextlib.suppress(LaunchError):
+        return (client.get(JOB, 0.0) or b"").decode()
+    return ""
+
+
+def _named(client: Client) -> str:
+    return client.swap(JOB, b"", uuid.uuid4().hex.encode()).decode()
+
+
 def heirs(homes: Mapping[int, str], copies: Mapping[int, int], nodes: Sequence[str]) -> dict[int, str]:
     """For each server whose machine is not among `nodes` the one that takes it over: if possible one that has neither
     its copy nor a server whose copy it has, so that the next loss loses nothing; of those, one with few servers.
@@ -229,4 +245,4 @@ def _begun(known: bytes) -> list[Begun]:
     return msgspec.json.decode(known, type=list[Begun]) if known else []
 
 
-__all__ = ["ByScheduler"]
+__all__ = ["ByScheduler", "known", "named"]

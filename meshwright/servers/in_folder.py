@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.errors import ServerError
 from meshwright.scheduler.client import FILE
-from meshwright.servers.places import LATE_WORKERS, LAUNCHER, PREFIX, beside, widen
+from meshwright.servers.places import JOB, LATE_WORKERS, LAUNCHER, PREFIX, beside, widen
 
 
 class InFolder:
@@ -23,7 +23,7 @@ class InFolder:
 
     @property
     def job(self) -> str:
-        return self.folder.name
+        return (self.folder / JOB).read_text() if (self.folder / JOB).exists() else self.folder.name
 
     def begin(self, count: int, node: str) -> range:
         self._write("servers", str(count))

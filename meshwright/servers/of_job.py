@@ -12,7 +12,8 @@ from meshwright.launchers.dynamic_cluster import worker
 from meshwright.launchers.environment import DYNAMIC
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.meeting import meeting, meeting_by_hand
-from meshwright.servers.places import FOLDER, JOINS
+from meshwright.servers.places import FOLDER, JOINS, LAUNCHES
+from meshwright.servers.same_job import LAUNCH
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
 
@@ -59,6 +60,29 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def life() -> int:
+    """How often the workers of this job have begun: more with each attempt, and again more with each launcher that goes
+    on from the state of one before."""
+    return launches() * LAUNCH + attempt()
+
+
+def launches() -> int:
+    """How often a launcher went on from the state of one before."""
+    path = Path(os.environ.get(FOLDER, "")) / LAUNCHES
+    return int(path.read_text()) if FOLDER in os.environ and path.exists() else 0
+
+
+def check_goes_on(rest: Sequence[str], shares: bool) -> None:
+    """Raise ServerError where a job cannot go on from the state of its servers alone. `rest` names parameters that are
+    on none; `shares`: of steps that some workers may have pushed."""
+    if launches() and (rest or shares):
+        raise ServerError(
+            "this job cannot go on from --server-state alone",
+            why=SHARES if shares else f"{ALL_REDUCED}, and ended with them: {', '.join(rest[:5])}",
+            hint="delete the folder, and leave out --resume-state; step.resume(path) loads a checkpoint",
+        )
+
+
 def comes_late(transport: Remote, shares: bool, rest: Sequence[str]) -> int:
     """The number of a worker that comes while others train. Raises ServerError where these would not notice: they train
     `shares` of one batch, or `rest` names parameters that are on no server."""
@@ -78,4 +102,15 @@ def comes_late(transport: Remote, shares: bool, rest: Sequence[str]) -> int:
     return int(place) + launched().rank if place.isdecimal() else transport.meeting.worker()
 
 
-__all__ = ["ALL_REDUCED", "ALONE", "JOBS", "SHARES", "attempt", "check_first", "comes_late", "transport"]
+__all__ = [
+    "ALL_REDUCED",
+    "ALONE",
+    "JOBS",
+    "SHARES",
+    "attempt",
+    "check_first",
+    "check_goes_on",
+    "comes_late",
+    "life",
+    "transport",
+]

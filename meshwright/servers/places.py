@@ -18,6 +18,8 @@ PREFIX = "meshwright-servers-"  # of its name, among temporary files
 MACHINES = "machines"  # the file in it with the number of machines of a job, at least
 BY_HAND = "by-hand"  # the file in it of a job whose servers no launcher starts: each counts as a machine
 LAUNCHER = "launcher"  # the file in it with the launcher's process id
+JOB = "job"  # the file in it with the job's name, where that is not the folder's: a launcher went on from a state
+LAUNCHES = "launches"  # the file in it that says how often
 BUFFER_BYTES = 4 << 20
 # A machine that has gone closes no connection: after so many seconds without an answer it is closed here.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.errors import ServerError
 from meshwright.servers.messages import Declare
+from meshwright.servers.places import LATE_WORKERS
 from meshwright.servers.shards import Parameter
 
+LAUNCH = 1 << 16  # lives of workers: more than a launcher has attempts
 SHOWN = 3  # names of parameters in an error
 
 
 def begins_anew(known: Declare | None, said: Declare) -> bool:
     """Return whether all workers of the job were started again, and what they train begins anew."""
     return known is not None and known.job == said.job and said.attempt > known.attempt
+
+
+def of_before(known: Declare, said: Declare, workers: Iterable[int]) -> list[int]:
+    """Of these workers those that nobody waits for, as all were started again: they join anew, but for those that came
+    late. After a launcher has gone on from the state of servers, the others do what they had not pushed."""
+    if said.life // LAUNCH > known.life // LAUNCH:
+        return [worker for worker in workers if worker >= said.workers]
+    return [worker for worker in workers if worker < LATE_WORKERS]
 
 
 def check_same(known: Declare, said: Declare) -> None:
@@ -76,4 +86,4 @@ def _difference(ours: Parameter | None, theirs: Parameter | None) -> str:
     return "its options differ"
 
 
-__all__ = ["begins_anew", "check_same"]
+__all__ = ["LAUNCH", "begins_anew", "check_same", "of_before"]

@@ -16,10 +16,9 @@ from meshwright.servers import messages as m
 from meshwright.servers.block_moves import answer_moving
 from meshwright.servers.dealing import Stream
 from meshwright.servers.norms import factor, squares
-from meshwright.servers.places import LATE_WORKERS
 from meshwright.servers.rounds import Gradients, mean
 from meshwright.servers.rules import check_change
-from meshwright.servers.same_job import begins_anew, check_same
+from meshwright.servers.same_job import begins_anew, check_same, of_before
 from meshwright.servers.savings import answer_saving
 from meshwright.servers.shards import fingerprint
 from meshwright.servers.state import Reply, State
@@ -81,9 +80,14 @@ class Server(State):
         else:
             check_same(self.declared, request)
             if request.life > self.declared.life:
+                gone = of_before(self.declared, request, self.clocks.of)
                 self.declared = structs.replace(self.declared, life=request.life)
-                for worker in [w for w in self.clocks.of if w < LATE_WORKERS]:
+                for worker in gone:
                     self._leave(worker)
+                here = len([w for w in self.clocks.of if w < request.workers])
+                self.clocks.expected = (
+                    0 if here == request.workers else len(self.clocks.of) - here + request.workers
+                )
         return m.Declared(model, self.map, self.missing())
 
     def _seen(self) -> m.Seen:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import safetensors
@@ -109,14 +112,27 @@ def write(snapshot: Snapshot, path: Path) -> None:
     part.rename(path)
 
 
-def read(path: Path, number: int) -> Server:
-    """The server of a snapshot. Raises ServerError for one of another server, or of another version."""
+def record_of(path: Path) -> Record:
+    """The record of a snapshot, without its tensors. Raises ServerError."""
+    with _opened(path) as file:
+        return decode((file.metadata() or {})[RECORD].encode())
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Raises ServerError for what is no snapshot."""
     try:
         with safetensors.safe_open(path, "pt") as file:
-            record = decode((file.metadata() or {})[RECORD].encode())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except (OSError, KeyError, msgspec.DecodeError, safetensors.SafetensorError) as error:
         raise ServerError(f"{path} is no snapshot of a server", why=f"{error!s:.200}") from None
+
+
+def read(path: Path, number: int) -> Server:
+    """The server of a snapshot. Raises ServerError for one of another server, or of another version."""
+    with _opened(path) as file:
+        record = decode((file.metadata() or {})[RECORD].encode())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if (record.format, record.number) != (FORMAT, number):
         raise ServerError(
             f"{path} is of server {record.number}, format {record.format}", why=f"not of {number}"
@@ -157,4 +173,4 @@ def server_of(snapshot: Snapshot) -> Server:
     return server
 
 
-__all__ = ["Snapshot", "copy", "decode", "encode", "of", "read", "server_of", "write"]
+__all__ = ["Snapshot", "copy", "decode", "encode", "of", "read", "record_of", "server_of", "write"]

@@ -7,8 +7,10 @@ memory: nothing is copied, and nothing is unpickled.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Callable
+from io import BufferedReader
 from typing import Any
 
 import msgspec
@@ -57,6 +59,29 @@ def pieces(body: m.Request | m.Copying | m.Answer, tensors: m.Tensors) -> list[m
 
 def read(fill: Reading) -> tuple[Any, m.Tensors]:
     """The next message. Raises EOFError at the end, Malformed for what is none."""
+    packet = _packet(fill)
+    tensors = [torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for facts in packet.tensors]
+    for tensor in tensors:
+        if tensor.numel():
+            fill(_memory(tensor))
+    return packet.body, tensors
+
+
+def skim(file: BufferedReader) -> Any:
+    """The next message of a file without its tensors. Raises EOFError where it is not complete."""
+
+    def fill(into: memoryview) -> None:
+        if file.readinto(into) < len(into):
+            raise EOFError
+
+    packet = _packet(fill)
+    size = sum(math.prod(facts.shape) * DTYPES[facts.dtype].itemsize for facts in packet.tensors)
+    if file.seek(size, os.SEEK_CUR) > os.fstat(file.fileno()).st_size:
+        raise EOFError
+    return packet.body
+
+
+def _packet(fill: Reading) -> Packet:
     head = bytearray(LENGTH.size)
     fill(memoryview(head))
     (size,) = LENGTH.unpack(head)
@@ -75,15 +100,11 @@ def read(fill: Reading) -> tuple[Any, m.Tensors]:
         total += math.prod(facts.shape) * DTYPES[facts.dtype].itemsize
     if total > TENSOR_BYTES:
         raise Malformed(f"tensors of {total:,} bytes; {TENSOR_BYTES:,} are allowed")
-    tensors = [torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for facts in packet.tensors]
-    for tensor in tensors:
-        if tensor.numel():
-            fill(_memory(tensor))
-    return packet.body, tensors
+    return packet
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
-__all__ = ["Malformed", "Reading", "pieces", "read"]
+__all__ = ["Malformed", "Reading", "pieces", "read", "skim"]
