@@ -35,6 +35,7 @@ from meshwright.servers.worker import Worker
 FLOATS, WIDTH, TABLE_ROWS, BATCH = 25_000_000, 64, 2_000_000, 32_768
 ZEROS = Start("uniform", 0.0, 0.0, 0)
 KILLED_PUSHES, SPARE_SECONDS = 350, 8.0
+CLIPPED_ROWS, CLIPPED_IDS, CLIPPED_FLOATS, TURNS = 200_000, 4096, 250_000, 61
 WORK_SECONDS, STEPS = 0.02, 25  # of a quick worker's step, and how many it does
 RPC_PORT = "29544"
 
@@ -48,11 +49,15 @@ def workers(
     state: Path | None = None,
     nodes: Nodes | None = None,
     replicas: int = 0,
+    limit: m.Limit | None = None,
 ) -> Iterator[list[Worker]]:
-    """Workers in this process, of servers in processes of their own; `nodes`: that are found by a scheduler."""
+    """Workers in this process, of servers in processes of their own; `nodes`: that are found by a scheduler. `limit`:
+    of the norm of all gradients."""
     with started(servers, state, nodes, replicas):
         folder = Path(os.environ[FOLDER])
-        declare = m.Declare("bench", parameters, spread(parameters, range(servers)), bound, count)
+        declare = m.Declare(
+            "bench", parameters, spread(parameters, range(servers)), bound, count, limit=limit
+        )
         made = [Worker(Remote(meeting(folder)), number, declare) for number in range(count)]
         made[0].fill(lambda name, rows: torch.zeros(parameters[0].shape))
         for worker in made:
@@ -165,6 +170,31 @@ def killed(replicas: int = 0) -> None:
     print(f"a killed server with {where} answers again: {statistics.median(found):.2f} s")
 
 
+def clipping() -> None:
+    """Steps with and without `clip_norm=`, in turns: rows of a table on two servers, and a dense weight on one."""
+    table = Parameter("t", (CLIPPED_ROWS, WIDTH), "float32", "SGD", {"lr": 0.1}, True, True, ZEROS)
+    weight = Parameter("w", (CLIPPED_FLOATS,), "float32", "SGD", {"lr": 0.1}, start=ZEROS)
+    given, ids = (table, weight), torch.arange(0, CLIPPED_ROWS, CLIPPED_ROWS // CLIPPED_IDS)
+    gradients = {"w": torch.ones(CLIPPED_FLOATS)}, {"t": (ids, torch.ones(len(ids), WIDTH))}
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    with (
+        workers(given, 2) as (plain,),
+        workers(given, 2, limit=m.Limit(1.0, outside=False)) as (clipped,),
+    ):
+        for number in range(TURNS):
+            for how, worker in (("without", plain), ("with", clipped)):
+                begin = time.perf_counter()
+                worker.pull(("w",), {"t": ids})
+                worker.push(1.0, *gradients)
+                if number:
+                    found[how].append(time.perf_counter() - begin)
+    shown = []
+    for how, each in found.items():
+        low, middle, high = (1000 * x for x in statistics.quantiles(each, n=4))
+        shown.append(f"{middle:.1f} ms {how} clip_norm ({low:.1f} to {high:.1f})")
+    print(f"a step of {len(ids):,} rows of {WIDTH} and {CLIPPED_FLOATS:,} floats: {', '.join(shown)}")
+
+
 def slow_worker() -> None:
     """Four workers, one of them four times slower, in step and without a bound."""
     given = (Parameter("weight", (1000,), "float32", "SGD", {"lr": 0.1}),)
@@ -217,6 +247,7 @@ def main() -> None:
     rows(replicas=1)
     killed()
     killed(replicas=1)
+    clipping()
     slow_worker()
     added()
     others()

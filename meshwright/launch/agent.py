@@ -33,7 +33,7 @@ from meshwright.launch.nodes import trusted
 from meshwright.launch.outcome import Outcome
 from meshwright.launch.port import Port
 from meshwright.launch.ranks import Ranks
-from meshwright.launch.servers import attempt_begins, check_joins
+from meshwright.launch.servers import attempt_begins, check_joins, machines_are
 from meshwright.launch.span import Alone, Span
 from meshwright.launch.survivors import Survivors
 from meshwright.scheduler.client import Place
@@ -142,6 +142,8 @@ def _attempt(
             ):
                 port.look()
                 keeper.look(records, span.address)
+                if goes_on:
+                    machines_are(span.attempt, party.present(span.nodes))
                 party.pause(job.poll_seconds)
         vain = None if departures.found is None else watch.explained(departures.found, HINT, shown=0)
         if heard:

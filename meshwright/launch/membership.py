@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from meshwright.errors import LaunchError
@@ -205,10 +205,21 @@ class Member:
         """The machines, by number, of which ranks take part now."""
         if self._decisions is None:
             return list(range(self._places))
-        standing = self.standing
-        here, first, found = set(standing.ranks) - set(standing.ended), 0, []
-        for number, count in enumerate(standing.counts):
-            if here.intersection(range(first, first + count)):
+        return self._of(set(self.standing.ranks) - set(self.standing.ended))
+
+    def present(self, nodes: Sequence[str]) -> list[str]:
+        """Of all machines of the attempt those that are not lost, whatever their ranks do."""
+        if self._decisions is None:
+            return list(nodes)
+        every = set(range(sum(self.standing.counts)))
+        there = self._of(every - set(self.standing.away))
+        return [node for number, node in enumerate(nodes) if number in there]
+
+    def _of(self, ranks: Collection[int]) -> list[int]:
+        """The machines, by number, of some ranks."""
+        first, found = 0, []
+        for number, count in enumerate(self.standing.counts):
+            if not set(ranks).isdisjoint(range(first, first + count)):
                 found.append(number)
             first += count
         return found

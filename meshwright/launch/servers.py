@@ -45,7 +45,7 @@ class Servers:
         self._meeting: Meeting = meeting(folder)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lost: set[int] = set()
-        self._attempt = ""  # the machines of the newest one, as `attempt_begins` wrote them
+        self._attempt = ""  # the machines of the newest one, as `machines_are` wrote them
         # of one machine the ranks may ask at once; of several, a scheduler has to be there
         self._numbers = None if node else self._meeting.begin(count, node)
         # one that has loaded everything: a killed server is back in a moment
@@ -97,7 +97,7 @@ class Servers:
         return bool(self._node) and self.state is not None and not (self.folder / ATTEMPT).exists()
 
     def _machines_change(self) -> bool:
-        """Return whether an attempt has begun, perhaps without machines whose servers have a copy on others."""
+        """Return whether other machines take part now, perhaps without some whose servers have a copy on others."""
         path = self.folder / ATTEMPT
         if not self._replicas or not path.exists() or (text := path.read_text()) == self._attempt:
             return False
@@ -163,9 +163,18 @@ def attempt_begins(attempt: int, nodes: Sequence[str]) -> None:
         server_state.claim(
             Path((folder / STATE).read_text()), named(Place.read(folder / FILE)), 0, alone=False
         )
-    part = folder / f"{ATTEMPT}.part"
-    part.write_text("\n".join((str(attempt), *nodes)))
-    part.rename(folder / ATTEMPT)
+    machines_are(attempt, nodes)
+
+
+def machines_are(attempt: int, nodes: Sequence[str]) -> None:
+    """Note the machines that take part now: the servers of all others are lost."""
+    folder = Path(os.environ.get(FOLDER, ""))
+    if FOLDER not in os.environ or not nodes or JOINS in os.environ:
+        return
+    part, text = folder / f"{ATTEMPT}.part", "\n".join((str(attempt), *nodes))
+    if not (folder / ATTEMPT).exists() or (folder / ATTEMPT).read_text() != text:
+        part.write_text(text)
+        part.rename(folder / ATTEMPT)
 
 
 @contextlib.contextmanager
@@ -296,4 +305,4 @@ def _environment(names: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-__all__ = ["Servers", "added", "attempt_begins", "check_joins", "folder_of", "started"]
+__all__ = ["Servers", "added", "attempt_begins", "check_joins", "folder_of", "machines_are", "started"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.launch.outcome import Outcome
@@ -103,6 +103,10 @@ class Alone:
 
     def stopped(self, status: int) -> None:
         """Tell the others that the job has been asked to stop."""
+
+    def present(self, nodes: Sequence[str]) -> Sequence[str]:
+        """This machine is all."""
+        return nodes
 
     def end(self, outcome: Outcome, *, final: bool = False) -> tuple[Outcome, bool]:
         """How the attempt has ended for all machines, and whether the job begins again. `final`: it cannot."""

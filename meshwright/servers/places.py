@@ -22,8 +22,7 @@ JOB = "job"  # the file in it with the job's name, where that is not the folder'
 LAUNCHES = "launches"  # the file in it that says how often
 BUFFER_BYTES = 4 << 20
 # A machine that has gone closes no connection: after so many seconds without an answer it is closed here.
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
-UNANSWERED_MILLISECONDS = 15_000
+UNANSWERED_SECONDS = 15
 
 
 class Meeting(Protocol):
@@ -112,10 +111,22 @@ def widen(made: socket.socket) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     if made.family != socket.AF_UNIX:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (*KEEPALIVE, (socket.TCP_USER_TIMEOUT, UNANSWERED_MILLISECONDS)):
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        close_after(made, UNANSWERED_SECONDS)
     return made
+
+
+def close_after(made: socket.socket, seconds: int) -> None:
+    """Close a connection over a network after so many seconds in which the other side does not answer."""
+    if made.family != socket.AF_UNIX:
+        options = {
+            socket.TCP_KEEPIDLE: seconds // 3,
+            socket.TCP_KEEPINTVL: seconds // 3,
+            socket.TCP_KEEPCNT: 2,
+            socket.TCP_USER_TIMEOUT: 1000 * seconds,
+        }
+        for option, value in options.items():
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def beside(counts: list[int], number: int) -> int:
@@ -137,4 +148,15 @@ def beside(counts: list[int], number: int) -> int:
     return other
 
 
-__all__ = ["FOLDER", "JOINS", "LATE_WORKERS", "LAUNCHER", "MACHINES", "PREFIX", "Meeting", "beside", "widen"]
+__all__ = [
+    "FOLDER",
+    "JOINS",
+    "LATE_WORKERS",
+    "LAUNCHER",
+    "MACHINES",
+    "PREFIX",
+    "Meeting",
+    "beside",
+    "close_after",
+    "widen",
+]

@@ -19,7 +19,9 @@ from meshwright.servers.server import Reply
 from meshwright.servers.wire import Malformed, pieces, read
 
 RETRY_SECONDS = 0.02
-AWAY_SECONDS = 30.0  # for which a server may be away
+AWAY_SECONDS = (
+    60.0  # for which a server may be away: one that is started again loads torch, on a busy machine
+)
 TURN_SECONDS = 10.0  # after which a server that waits for others says so
 
 

@@ -15,6 +15,7 @@ from meshwright.servers import messages as m
 from meshwright.servers.asking import ask
 
 ROWS, MORE = 128, 20
+STANDS_SECONDS = 6.0  # a step that takes longer has waited for a machine that is lost
 
 
 def main() -> None:
@@ -25,9 +26,12 @@ def main() -> None:
     step = mw.parameter_server(
         table, lambda p: torch.optim.SGD(p, lr=1.0), loss=lambda f, ids: -f(ids).sum(), staleness=staleness
     )
-    begin, ids = step.steps, torch.arange(rank, ROWS, 2)
-    while life == "0" or step.steps < begin + MORE:
+    begin, ids, stood, goes_on = step.steps, torch.arange(rank, ROWS, 2), 0.0, "continue" in sys.argv
+    while (life == "0" and stood < STANDS_SECONDS) or step.steps < begin + MORE:
+        was = time.monotonic()
         step(ids)
+        if goes_on and stood < STANDS_SECONDS:
+            stood, begin = time.monotonic() - was, step.steps
         part = folder / f"{rank}.{life}.part"
         part.write_text(f"{step.steps} {time.time()}")  # what was answered, and must not be lost
         part.rename(folder / f"{rank}.{life}")
@@ -43,7 +47,8 @@ def main() -> None:
             scale = 0.5 if staleness == 0 else 1.0  # in step, an update is a mean
             exact &= staleness == 0 or bool((rows == applied[other]).all())
             kept &= applied[other] >= before[other] and bool((rows >= scale * before[other]).all())
-    print(f"each push counts once: {exact}; none is lost: {kept}; it went on from step {begin}", flush=True)
+    print(f"each push counts once: {exact}; none is lost: {kept}; it went on from step {begin}")
+    print(f"a step took {stood:.1f} s", flush=True)
     step.close()
 
 

@@ -5,101 +5,18 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright import server_step
-from meshwright.servers import of_job
-from meshwright.servers.local import Local
-from meshwright.servers.server import Server
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Net(nn.Module):
-    """A table, layers, and an embedding that some batches alone use."""
-
-    def __init__(self, table: nn.Module | None = None) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 6) if table is None else table
-        self.rare, self.mix, self.out = nn.Embedding(7, 6), nn.Linear(6, 4), nn.Linear(4, 1)
-
-    def forward(self, ids: torch.Tensor, rare: bool = False) -> torch.Tensor:
-        found = self.table(ids).mean(1)
-        found = found + self.rare(ids[:, 0] % 7) if rare else found
-        return self.out(torch.tanh(self.mix(found))).squeeze(-1)
-
-
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
-def batches(count: int = 5) -> list[Batch]:
-    random = torch.Generator().manual_seed(3)
-    return [
-        (torch.randint(0, 50, (5, 3), generator=random), torch.randn(5, generator=random))
-        for _ in range(count)
-    ]
-
-
-def nothing(*_: Any) -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Habit:
-    """What a script does to its model before the step is built, and after each step, by its number. `marked`: to the
-    model with servers alone."""
-
-    build: Callable[[], nn.Module] = Net
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    loss: Callable[[Any, Any], torch.Tensor] = loss
-    before: Callable[[nn.Module], Any] = nothing
-    after: Callable[[nn.Module, Any, int], Any] = nothing  # the model and its optimizer
-    marked: Callable[[nn.Module], Any] = nothing
-    schedule: Callable[[Any], Any] | None = None
-
-    def compare(self) -> None:
-        torch.manual_seed(0)
-        plain = self.build()
-        self.before(plain)
-        model = copy.deepcopy(plain)
-        self.marked(model)
-        step = mw.parameter_server(model, self.optimizer, loss=self.loss)
-        own = self.optimizer(list(plain.parameters()))
-        schedules = [self.schedule(o) for o in (own, step.optimizer)] if self.schedule else []
-        for number, batch in enumerate(batches()):
-            own.zero_grad()
-            expected = self.loss(plain, batch)
-            expected.backward()
-            own.step()
-            torch.testing.assert_close(step(batch), expected.detach(), rtol=1e-5, atol=1e-6)
-            for schedule in schedules:
-                schedule.step()
-            self.after(plain, own, number)
-            self.after(model, step.optimizer, number)
-        state = step.full_state()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+from tests.servers.habits import Batch, Habit, Net, adam, batches, bounded, loss, nothing, refused, sgd
 
 
 def apart(chosen: Callable[[torch.Tensor], bool]) -> Callable[[Any], torch.optim.Optimizer]:
@@ -118,17 +35,6 @@ def no_decay(model: nn.Module) -> None:
         parameter.no_decay = True
 
 
-def bounded(clip: Callable[[nn.Module], Any]) -> Callable[[nn.Module, Any, int], None]:
-    def after(model: nn.Module, *_: Any) -> None:
-        clip(model)
-
-    return after
-
-
-def with_norm(model: Any, batch: Batch) -> torch.Tensor:
-    return loss(model, batch) + 0.01 * model.table.weight.square().sum()
-
-
 def aloud(model: Any, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
         model.mix.weight.mul_(0.9)
@@ -138,10 +44,6 @@ def aloud(model: Any, batch: Batch) -> torch.Tensor:
 def trained(layers: nn.Module) -> None:
     layers(torch.ones(2, 6)).sum().backward()
     nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
-
-
-class Table(nn.Embedding):
-    """Pulled in full: its forward may do anything."""
 
 
 class Recomputed(Net):
@@ -173,7 +75,6 @@ SAME: dict[str, Habit] = {
         optimizer=adam, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     ),
     "a schedule of momentum": Habit(optimizer=adam, schedule=one_cycle),
-    "a table frozen later": Habit(after=lambda m, _, n: m.table.weight.requires_grad_(n == 3)),
     "layers frozen later": Habit(after=lambda m, _, n: m.mix.requires_grad_(n == 3)),
     "evaluated in between": Habit(
         after=lambda m, *_: (m(batches()[0][0]), m.state_dict(), m.mix.state_dict())
@@ -186,17 +87,12 @@ SAME: dict[str, Habit] = {
     ),
     "recomputed layers": Habit(build=lambda: Recomputed()),
     "float64": Habit(build=lambda: Net().double(), loss=lambda m, b: loss(m, (b[0], b[1].double()))),
-    "a subclass": Habit(build=lambda: Net(Table(50, 6))),
 }
 
 REFUSED: dict[str, tuple[Habit, str]] = {
     "tensors outside of the model": (
         Habit(optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)),
         "updates tensors that are no parameters of the model",
-    ),
-    "a hook on a table": (
-        Habit(before=lambda m: m.table.weight.register_hook(lambda g: g.clamp(-1, 1))),
-        r"table\.weight has a hook on its gradient",
     ),
     "an update within backward": (
         Habit(before=lambda m: m.mix.weight.register_post_accumulate_grad_hook(lambda p: None)),
@@ -236,16 +132,7 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         Habit(after=bounded(lambda m: m.mix.weight.data.clamp_(-0.1, 0.1))),
         r"mix\.weight is on parameter servers",
     ),
-    "rows that are set": (Habit(after=bounded(lambda m: m.table.weight.detach()[3].zero_())), "detach was called"),
-    "initialised again": (Habit(after=bounded(lambda m: nn.init.ones_(m.table.weight))), r"table\.weight is on"),
-    "a norm of a table": (Habit(loss=with_norm), r"table\.weight is on parameter servers"),
-    "a table as a layer": (
-        Habit(loss=lambda m, b: F.linear(m.table(b[0]).mean(1), m.table.weight).square().mean()),
-        "linear was called on it",
-    ),
     "weights changed in forward": (Habit(loss=aloud), r"mix\.weight was changed within a step"),
-    "a table that forward changes": (Habit(build=lambda: Net(Table(50, 6, max_norm=0.1))), "changed within a step"),
-    "sparse gradients in full": (Habit(build=lambda: Net(Table(50, 6, sparse=True))), "has a sparse gradient"),
     "unfrozen later": (
         Habit(before=lambda m: m.mix.requires_grad_(False), after=lambda m, *_: m.mix.requires_grad_(True)),
         r"mix\.weight is not a parameter that this step trains",
@@ -253,10 +140,6 @@ REFUSED: dict[str, tuple[Habit, str]] = {
     "a layer replaced": (
         Habit(after=lambda m, *_: setattr(m, "out", nn.Linear(4, 1))),
         r"out\.weight is not a parameter that this step trains",
-    ),
-    "a frozen table without values": (
-        Habit(marked=lambda m: setattr(m, "more", nn.Embedding(3, 2, device="meta").requires_grad_(False))),
-        r"more\.weight is on the meta device",
     ),
     "a part loaded": (
         Habit(after=bounded(lambda m: m.mix.load_state_dict(nn.Linear(6, 4).state_dict()))),
@@ -270,10 +153,6 @@ REFUSED: dict[str, tuple[Habit, str]] = {
             after=bounded(lambda m: m(batches()[0][0]).sum().backward()),
         ),
         "has a gradient that no step has made",
-    ),
-    "gradients of before, of a table": (
-        Habit(after=bounded(lambda m: m.table(torch.arange(3)).sum().backward())),
-        r"reaches rows of table\.weight outside of a step",
     ),
     "a model that is moved": (Habit(after=bounded(lambda m: m.double())), "(?s)double was called.*move or convert"),
     "gradients of before, on no server": (
@@ -298,38 +177,9 @@ def test_numbers_are_those_of_plain_pytorch(name: str) -> None:
     SAME[name].compare()
 
 
-class Weighted(nn.Module):
-    """A bag with weights of its samples, which are trained too."""
-
-    def __init__(self, mode: str, padding: int | None) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(50, 6, mode=mode, padding_idx=padding)
-        self.weights, self.out = nn.Parameter(torch.rand(3)), nn.Linear(6, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        weights = self.weights.expand(ids.shape) if self.bag.mode == "sum" else None
-        return self.out(self.bag(ids, per_sample_weights=weights)).squeeze(-1)
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [None, 7, -2])
-@pytest.mark.parametrize("marked", [nothing, lambda m: mw.on_server(m.bag)], ids=["all", "table"])
-def test_bags(mode: str, padding: int | None, marked: Any) -> None:
-    Habit(build=lambda: Weighted(mode, padding), marked=marked).compare()
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_something_else_is_refused(name: str) -> None:
-    habit, what = REFUSED[name]
-    torch.manual_seed(0)
-    model = habit.build()
-    with pytest.raises(mw.MeshwrightError, match=what):
-        habit.before(model)
-        habit.marked(model)
-        step = mw.parameter_server(model, habit.optimizer, loss=habit.loss)
-        for number, batch in enumerate(batches(2)):
-            step(batch)
-            habit.after(model, step.optimizer, number)
+    refused(*REFUSED[name])
 
 
 def test_groups_by_identity_and_an_optimizer_of_before() -> None:
@@ -376,38 +226,6 @@ def test_a_schedule_is_not_warned_of() -> None:
         schedule.step()
 
 
-# ---- several workers
-
-
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """Workers in threads of the test, on servers that they share."""
-    here = threading.local()
-
-    def run(workers: int, servers: int, work: Callable[[int], Any]) -> list[Any]:
-        shared = Local({n: Server(n) for n in range(servers)}, 30)
-        monkeypatch.setattr(of_job, "transport", lambda _: (shared, tuple(range(servers))))
-        monkeypatch.setattr(server_step, "launched_world", lambda: workers)
-        monkeypatch.setattr(server_step, "launched_rank", lambda: here.rank)
-        found: list[Any] = [None] * workers
-
-        def one(rank: int) -> None:
-            here.rank = rank
-            try:
-                found[rank] = work(rank)
-            except mw.MeshwrightError as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return found
-
-    yield run
-
-
 def rare_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, bool]) -> torch.Tensor:
     return (model(batch[0], batch[2]) - batch[1]).square().mean()
 
@@ -443,23 +261,6 @@ def test_uneven_batches_of_which_some_are_empty(together, name: str, workers: in
     for state in together(workers, servers, work):
         for name_, value in plain.state_dict().items():
             torch.testing.assert_close(state[name_], value, rtol=1e-5, atol=1e-6)
-
-
-def test_batches_that_do_not_say_how_many_examples_they_have(together) -> None:
-    bag = nn.EmbeddingBag(50, 2)
-    flat = {"ids": torch.arange(7), "offsets": torch.tensor([0, 3])}
-    of_bags = lambda model, batch: model(batch["ids"], batch["offsets"]).mean()  # noqa: E731
-
-    def work(_: int, **more: Any) -> torch.Tensor:
-        return mw.parameter_server(copy.deepcopy(bag), sgd, loss=of_bags, **more)(flat)
-
-    for error in together(2, 1, work):
-        assert isinstance(error, mw.BatchError)
-        assert "The first dim of ids is 7, that of offsets 2" in str(error)
-    counted = together(2, 1, lambda rank: work(rank, weight=lambda batch: batch["offsets"].numel()))
-    assert all(isinstance(value, torch.Tensor) for value in counted)
-    (error,) = together(1, 1, lambda rank: work(rank, weight=lambda batch: float("nan")))
-    assert "counts as nan examples" in str(error)
 
 
 DRIFTING = """

@@ -43,18 +43,20 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
 
 @pytest.mark.procs
 @pytest.mark.full
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", ["killed", "unreachable"])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["killed", "unreachable", "continue"])
 def test_a_job_goes_on_without_a_machine(launches: Launches, tmp_path: Path, how: str) -> None:
-    """One server and one worker on each of two machines; the second machine is lost while both push."""
+    """One server and one worker on each of two machines; the second machine is lost while both push. Ranks are
+    started again, or go on."""
     with machines(2) as two:
-        if how == "unreachable" and not two[1].port:
+        if how != "killed" and not two[1].port:
             pytest.skip("no network namespaces here")
         started = []
         for index, machine in enumerate(two):
             options = ("--nnodes", "1:2", "--node-id", f"n{index}", "--master", f"{two[0].address}:{PORT}")
             kept = ("--max-restarts", 1, "--servers", 1, "--replicas", 1, "--log-dir", f"logs{index}")
-            words = (*options, *kept, SCRIPT, tmp_path, "None" if how == "killed" else "0")
+            kept = (*kept, "--on-failure", "continue" if how == "continue" else "restart")
+            words = (*options, *kept, SCRIPT, tmp_path, "None" if how == "killed" else "0", how)
             started.append(launches.start(*words, env=KEY, prefix=machine.prefix))
         launches.wait_for("0.0", "1.0")
         steps = lambda rank: int((tmp_path / f"{rank}.0").read_text().split()[0])  # noqa: E731

@@ -1,0 +1,44 @@
+"""Workers in threads of a test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright import server_step
+from meshwright.servers import of_job
+from meshwright.servers.local import Local
+from meshwright.servers.server import Server
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Workers in threads of the test, on servers that they share."""
+    here = threading.local()
+
+    def run(workers: int, servers: int, work: Callable[[int], Any]) -> list[Any]:
+        shared = Local({n: Server(n) for n in range(servers)}, 30)
+        monkeypatch.setattr(of_job, "transport", lambda _: (shared, tuple(range(servers))))
+        monkeypatch.setattr(server_step, "launched_world", lambda: workers)
+        monkeypatch.setattr(server_step, "launched_rank", lambda: here.rank)
+        found: list[Any] = [None] * workers
+
+        def one(rank: int) -> None:
+            here.rank = rank
+            try:
+                found[rank] = work(rank)
+            except mw.MeshwrightError as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return found
+
+    yield run
