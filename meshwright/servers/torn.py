@@ -28,7 +28,7 @@ def common(state: Path) -> Clocks:
 
 
 def _heard(folder: Path) -> tuple[Clocks, ShardMap]:
-    """What one server was told of the clocks of workers, and the newest map that it knows."""
+    """The clocks of workers that one server knows, and its newest map."""
     clocks: Clocks = defaultdict(int)
     shards = ShardMap(0, (), {})
 
