@@ -41,7 +41,7 @@ from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.kernels.random import drawn_mask, masked
 from meshwright.runtime.kernels.split_linear import Queue, SplitLinear
 from meshwright.runtime.node_modules import HOST, Kernel, Recomputed, Transfer, in_copy, on_rank
-from meshwright.runtime.operators import torch_operator
+from meshwright.runtime.operators import quick_operator, torch_operator
 from meshwright.runtime.overlap import Prefetch, Start, Wait
 from meshwright.runtime.parameter_offload import Fetch, Fetches
 from meshwright.runtime.rank import Rank
@@ -297,7 +297,7 @@ def _sum_of_counts(building: _Building, call: _Call) -> fx.Node:
 
 
 def _operator(building: _Building, call: _Call) -> fx.Node:
-    function = torch_operator(call.node)
+    function = quick_operator(call.node)
     return building.made.create_node("call_function", function, call.args, call.kwargs, name=call.name)
 
 

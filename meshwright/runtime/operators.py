@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from meshwright.core.graph import Node
 from meshwright.errors import RuleError
@@ -24,6 +25,12 @@ def torch_operator(node: Node) -> Callable[..., Any]:
         return found
     except AttributeError:
         raise RuleError(f"torch {torch.__version__} has no operator {node.op}", where=node.where) from None
+
+
+def quick_operator(node: Node) -> Callable[..., Any]:
+    """The same, by the function of torch's own Python binding where it takes the same arguments: it takes the host a
+    microsecond or two less than an overload, which a step of many small operators notices."""
+    return QUICK.get(node.op) or torch_operator(node)
 
 
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
@@ -45,4 +52,24 @@ REPLACED: Mapping[str, Callable[..., Any]] = {
     "aten.histc.default": histc,
 }
 
-__all__ = ["histc", "torch_operator"]
+QUICK: Mapping[str, Callable[..., Any]] = {
+    "aten.add.Tensor": torch.add,
+    "aten.sub.Tensor": torch.sub,
+    "aten.mul.Tensor": torch.mul,
+    "aten.div.Tensor": torch.div,
+    "aten.neg.default": torch.neg,
+    "aten.rsqrt.default": torch.rsqrt,
+    "aten.view.default": torch.reshape,
+    "aten.reshape.default": torch.reshape,
+    "aten.permute.default": torch.permute,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+    "aten.split_with_sizes.default": torch.split_with_sizes,
+    "aten.embedding.default": torch.embedding,
+    "aten.layer_norm.default": torch.layer_norm,
+    "aten.linear.default": F.linear,
+    "aten.gelu.default": F.gelu,
+    "aten.scaled_dot_product_attention.default": F.scaled_dot_product_attention,
+}
+
+__all__ = ["QUICK", "histc", "quick_operator", "torch_operator"]

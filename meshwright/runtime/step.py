@@ -271,8 +271,12 @@ class LocalStep:
         return found
 
     def _forget_gradients(self) -> None:
-        for parameter in (*self.state.weights.values(), *self.state.updated.values()):
+        weights = self.state.weights
+        for parameter in weights.values():
             parameter.grad = None
+        for name, parameter in self.state.updated.items():
+            if parameter is not weights.get(name):  # most are
+                parameter.grad = None
 
     def _run(
         self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool = True

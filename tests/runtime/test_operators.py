@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.core.graph import Node, TensorType
-from meshwright.runtime.operators import histc, torch_operator
+from meshwright.runtime.operators import QUICK, histc, quick_operator, torch_operator
 
 CASES = [  # bins, bounds
     (8, 0, 7),
@@ -43,3 +43,47 @@ def test_a_program_counts_integers():
     kind = TensorType((8,), "i32")
     node = Node("counts", "aten.histc.default", (), (), (kind,), (False,))
     assert torch_operator(node)(torch.arange(8, dtype=torch.int32), 8, 0, 7).tolist() == [1] * 8
+
+
+X, Y, W, B = torch.randn(2, 3, 8), torch.randn(3, 8), torch.randn(4, 8), torch.randn(8)
+HEADS = torch.randn(1, 2, 5, 4)
+QUICK_CALLS = {  # arguments as a graph has them
+    "aten.add.Tensor": [((X, Y), {}), ((X, 2), {}), ((X, Y), {"alpha": 3})],
+    "aten.sub.Tensor": [((X, Y), {"alpha": 2})],
+    "aten.mul.Tensor": [((X, Y), {}), ((X, 0.5), {})],
+    "aten.div.Tensor": [((X, Y), {}), ((X, 2), {})],
+    "aten.neg.default": [((X,), {})],
+    "aten.rsqrt.default": [((X.abs(),), {})],
+    "aten.view.default": [((X, (6, 8)), {}), ((X.transpose(0, 1), (6, -1)), {})],
+    "aten.reshape.default": [((X, (6, 8)), {})],
+    "aten.permute.default": [((X, (2, 0, 1)), {})],
+    "aten.transpose.int": [((X, -1, 0), {})],
+    "aten.unsqueeze.default": [((X, -1), {})],
+    "aten.split_with_sizes.default": [((X, (5, 3), -1), {}), ((X, (1, 1)), {})],
+    "aten.embedding.default": [
+        ((W, torch.tensor([1, 3])), {}),
+        ((W, torch.tensor([1, 3]), 0, False, False), {}),
+    ],
+    "aten.layer_norm.default": [((X, (8,)), {}), ((X, (8,), B, B, 1e-6), {})],
+    "aten.linear.default": [((X, W), {}), ((X, W, B[:4]), {})],
+    "aten.gelu.default": [((X,), {}), ((X,), {"approximate": "tanh"})],
+    "aten.scaled_dot_product_attention.default": [
+        ((HEADS, HEADS, HEADS), {}),
+        ((HEADS, HEADS, HEADS, None, 0.0, True), {"scale": 0.3}),
+        ((HEADS, HEADS[:, :1], HEADS[:, :1]), {"enable_gqa": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_a_quick_function_is_the_operator(name):
+    node = Node("x", name, (), {}, (TensorType("f32", (1,)),), (True,))
+    for args, kwargs in QUICK_CALLS[name]:
+        found, expected = (get(node)(*args, **kwargs) for get in (quick_operator, torch_operator))
+        for mine, other in zip(
+            found if isinstance(found, tuple | list) else [found],
+            expected if isinstance(expected, tuple | list) else [expected],
+            strict=True,
+        ):
+            assert torch.equal(mine, other)
+            assert mine.stride() == other.stride()
