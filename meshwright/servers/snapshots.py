@@ -161,8 +161,10 @@ def server_of(snapshot: Snapshot) -> Server:
     server.shares.batches = {clock: dict(told) for clock, told in record.batches.items()}
     server.norm = record.norm[0], float.fromhex(record.norm[1])
     server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
+    named = [(*full.rpartition("/"), tensor) for full, tensor in tensors.items()]
     for name, stored in server.stored.items():
-        held = {k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")}
+        # the name of another parameter may begin with this one and a slash
+        held = {key: t for of, _, key, t in named if of == name}
         stored.restore(record.blocks[name], held, record.options[name])
     for index, entry in enumerate(record.waiting):
         rest = iter([tensors[f"waiting/{index}/{i}"] for i in range(len(entry.dense) + 2 * len(entry.rows))])

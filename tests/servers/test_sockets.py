@@ -177,6 +177,21 @@ def test_a_snapshot_is_all_of_a_server(tmp_path, name, sparse):
     assert servers[0].counts == servers[1].counts
 
 
+def test_a_snapshot_of_parameters_whose_names_have_slashes() -> None:
+    """As in ``nn.ParameterDict({"user/id": …, "user": …})``; the state of one is none of the other's."""
+    given = tuple(Parameter(name, (3,), "float32", "Adam", {"lr": 0.1}) for name in ("p.user/id", "p.user"))
+    first, (made,) = local_job(1, given=given, values=lambda *_: torch.ones(3))
+    server, gradients = first.servers[0], {"p.user/id": torch.ones(3), "p.user": -torch.ones(3)}
+    for _ in range(2):  # a snapshot of what a snapshot gave
+        made.push(1.0, gradients)
+        again = snapshots.server_of(snapshots.copy(server))
+        for name in gradients:
+            one, other = (each.stored[name].tensors() for each in (server, again))
+            assert one.keys() == other.keys() == {"values", "step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(value, other[key]) for key, value in one.items())
+        first.servers[0] = server = again
+
+
 def test_snapshots_of_others_are_refused(jobs, tmp_path):
     job = jobs(1)
     train(worker(job, 0, 1), 1)
