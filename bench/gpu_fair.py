@@ -1,25 +1,25 @@
 """Whether two steps compute the same: their losses, step by step, from identical weights.
 
 The first losses must agree as closely as products in the dtype do. Later ones follow from weights that were updated
-with rounded gradients, and some models amplify that (a ResNet under TF32, whose loss falls from 7 to 0.2 in seven
-steps). How much is measured, not assumed: an eager twin starts from weights that are wrong by one rounding. Ours may be
-`TIMES` as far from eager as the twin was until then. A step that learns anything else is further away.
+with rounded gradients, and some models amplify that: AdamW's first step moves each weight by its gradient's sign, and
+convolutions round factors to TF32. Where they are further apart, all steps run again from the start in full float32
+with deterministic kernels. There they must agree as closely, or be at most `TIMES` as far from eager as an eager twin
+that starts from weights that are wrong by one rounding. A step that learns anything else is further away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 Step = Callable[[], torch.Tensor]
 FAIR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative, where rounding is not amplified
-ROUNDING = {
-    torch.float32: 2.0**-11,
-    torch.bfloat16: 2.0**-9,
-}  # of a factor: TF32 has as few bits as half precision
+ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # of a weight, relative
 TIMES = 3.0
+TWIN = "twin"
 
 
 class Recorded:
@@ -50,36 +50,57 @@ def nudge(model: torch.nn.Module) -> None:
             p.mul_(1 + ROUNDING[p.dtype] * sign)
 
 
-def compare(
-    losses: Mapping[str, Sequence[float]],
-    first: str,
-    dtype: torch.dtype,
-    twin: Callable[[int], Sequence[float]],
-) -> float:
-    """Compare the losses of each contender with those of `first`; return the relative spread of the twin, 0.0 if
-    none was needed. `twin`: the losses of so many steps of a hand-written step with nudged weights.
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Convolutions in full float32, by deterministic kernels."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.deterministic = before
+
+
+Losses = Mapping[str, Sequence[float]]
+
+
+def compare(losses: Losses, first: str, dtype: torch.dtype, again: Callable[[int], Losses]) -> float:
+    """Compare the losses of each contender with those of `first`; return the relative spread of the twin, 0.0 if it was
+    not needed. `again`: the losses of so many steps of `first`, of another contender, and of its `TWIN`, when they ran
+    once more within `exact`.
 
     Raises AssertionError where two steps compute different things.
     """
-    ours, spreads = losses[first], list[float]()
-    for name, theirs in losses.items():
-        if len(theirs) != len(ours):
-            raise AssertionError(f"{first} has {len(ours)} losses, {name} {len(theirs)}")
-        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            allowed = FAIR[dtype]
-            if abs(mine - other) <= allowed * abs(other):
-                continue
-            if number and not spreads:
-                away = [abs(a / b - 1) for a, b in zip(twin(len(theirs)), theirs, strict=True)]
-                spreads = list(itertools.accumulate(away, max))
-            if number:
-                allowed = max(allowed, TIMES * spreads[number])
-            if not abs(mine - other) <= allowed * abs(other):
-                raise AssertionError(
-                    f"the steps compute different things: loss {number + 1} is {mine} for {first}, {other} for "
-                    f"{name}, more than {allowed:.2g} apart"
-                )
-    return max(spreads, default=0.0)
+    if all(_apart(losses, first, name, [FAIR[dtype]] * len(losses[first])) is None for name in losses):
+        return 0.0
+    for name in losses:
+        if (said := _apart(losses, first, name, [FAIR[dtype]])) is not None:
+            raise AssertionError(said)
+    more = again(len(losses[first]))
+    (other,) = more.keys() - {first, TWIN}
+    away = [abs(a / b - 1) for a, b in zip(more[TWIN], more[other], strict=True)]
+    spreads = [*itertools.accumulate(away, max)]
+    said = _apart(
+        more, first, other, [max(FAIR[dtype], TIMES * x) if n else FAIR[dtype] for n, x in enumerate(spreads)]
+    )
+    if said is not None:
+        raise AssertionError(f"{said}, in full float32")
+    return max(spreads)
 
 
-__all__ = ["FAIR", "Recorded", "compare", "nudge"]
+def _apart(losses: Losses, first: str, name: str, allowed: Sequence[float]) -> str | None:
+    """Describe the first loss that is further apart than is allowed, relative; None if none is."""
+    ours, theirs = losses[first], losses[name]
+    if len(theirs) != len(ours):
+        return f"{first} has {len(ours)} losses, {name} {len(theirs)}"
+    for number, (mine, other, most) in enumerate(zip(ours, theirs, allowed, strict=False)):
+        if not abs(mine - other) <= most * abs(other):
+            return (
+                f"the steps compute different things: loss {number + 1} is {mine} for {first}, {other} for {name}, "
+                f"more than {most:.2g} of it apart"
+            )
+    return None
+
+
+__all__ = ["FAIR", "TWIN", "Recorded", "compare", "exact", "nudge"]

@@ -20,7 +20,7 @@ from meshwright.calibrate.plan import Pace, Point
 from meshwright.calibrate.step_rows import works
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.mesh import Mesh
-from meshwright.cost.operators import BIAS, MASKED, Work
+from meshwright.cost.operators import BIAS, MASKED, UNFUSED, Work
 from meshwright.errors import MeshwrightError
 
 PREFIX = "operator "  # of the names of rows
@@ -41,7 +41,7 @@ class Size:
         known = {
             "r": (self.rows,), "s": (self.rows // 2,), "w": (self.width,), "v": (self.width // 2,),
             "t": (self.tokens,), "i": (self.images, self.channels, 28, 28), "c": (self.channels,),
-            "a": (4, 16, self.width, 64),
+            "a": (4, 16, self.width, 64), "g": (4, 4, self.width, 64),
         }  # fmt: skip
         return tuple(n for letter in letters for n in known[letter])
 
@@ -88,15 +88,19 @@ OPERATORS: Mapping[str, Call] = {
     "_native_batch_norm_legit_functional": Call(
         lambda o: F.batch_norm(o.x[0], o.mean, o.variance, o.x[1], o.x[2], training=True), ("i", "c", "c")
     ),
+    UNFUSED: Call(
+        lambda o: F.scaled_dot_product_attention(*o.x, is_causal=True, enable_gqa=True), ("a", "g", "g")
+    ),
     MASKED: Call(lambda o: F.scaled_dot_product_attention(*o.x, attn_mask=o.mask), ("a", "a", "a")),
 }
 
 
 def names(bench: Bench) -> list[str]:
-    """The rows that this device has."""
+    """The rows that this device has. Attention of grouped heads has no kernel in f32 alone."""
     if bench.device.type != "cuda":
         return []
-    return [f"{PREFIX}{name} {dtype}" for name in (BIAS, *OPERATORS) for dtype in TORCH_DTYPES]
+    kinds = [(name, dtype) for name in (BIAS, *OPERATORS) for dtype in TORCH_DTYPES]
+    return [f"{PREFIX}{name} {dtype}" for name, dtype in kinds if (name, dtype) != (UNFUSED, "bf16")]
 
 
 def measure(bench: Bench, row: str, pace: Pace) -> tuple[Iterator[Point], dict[str, Any]]:

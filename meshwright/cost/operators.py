@@ -54,7 +54,7 @@ def _named(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
 
 
-BIAS, MASKED = "bias", "masked_attention"  # names beside those of operators
+BIAS, MASKED, UNFUSED = "bias", "masked_attention", "unfused_attention"  # names beside those of operators
 EXPERT_LINEAR, EXPERTS = "meshwright.expert_linear", "meshwright.experts"
 PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
     "transformers.grouped_mm_fallback.default",
@@ -330,6 +330,7 @@ class _Sizes:
             (launches[0], launches[1] * wanted),
             passes_forward=passes[0],
             passes_backward=passes[1] * wanted,
+            name=UNFUSED,
         )
 
     # -------------------------------------------------- memory

@@ -7,33 +7,36 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.gpu_fair import compare, nudge
+from bench.gpu_fair import TWIN, compare, nudge
 from meshwright.calibrate.models import convolutions
 
 EAGER = [7.0, 1.0, 0.21021]
+CLOSE = {"ours": [7.0, 1.0, 0.2102], "eager": EAGER, TWIN: [7.0, 1.0, 0.2103]}
 
 
 @pytest.mark.parametrize(
-    ("ours", "twin", "wrong"),
+    ("ours", "again", "wrong"),
     (
-        ([7.001, 1.0, 0.2103], None, False),  # close: no twin is asked
-        ([7.0, 1.0, 0.21075], [7.001, 1.001, 0.2110], False),  # as far apart as eager runs are
-        ([7.0, 1.0, 0.21075], [7.001, 1.0, 0.21022], True),  # further
-        ([7.1, 1.0, 0.21021], [7.2, 1.2, 0.3], True),  # the first loss: nothing was amplified yet
-        ([7.0, 1.0, float("nan")], [7.001, 1.001, 0.2110], True),
-        ([7.0, 1.0], [7.0, 1.0, 0.2], True),
+        ([7.001, 1.0, 0.2103], None, False),  # close: no step runs again
+        ([7.0, 1.0, 0.21075], CLOSE, False),
+        ([7.0, 1.0, 0.21075], {**CLOSE, "ours": [7.0, 1.0, 0.21075], TWIN: [7.0, 1.001, 0.2103]}, False),
+        ([7.0, 1.0, 0.21075], {**CLOSE, "ours": [7.0, 1.0, 0.21075]}, True),  # further than the twin
+        ([7.0, 1.0, 0.21075], {**CLOSE, "ours": [7.1, 1.0, 0.21021], TWIN: [7.2, 1.1, 0.3]}, True),
+        ([7.1, 1.0, 0.21021], None, True),  # the first loss: nothing was amplified yet
+        ([7.0, 1.0, float("nan")], {**CLOSE, "ours": [7.0, 1.0, float("nan")]}, True),
+        ([7.0, 1.0], None, True),
     ),
 )
-def test_losses_are_compared_with_those_of_a_twin(
-    ours: list[float], twin: list[float] | None, wrong: bool
+def test_losses_that_are_far_apart_are_compared_in_full_precision(
+    ours: list[float], again: dict[str, list[float]] | None, wrong: bool
 ) -> None:
-    def made(count: int) -> list[float]:
-        assert twin is not None, "no twin was needed"
-        return twin[:count]
+    def made(count: int) -> dict[str, list[float]]:
+        assert again is not None, "no step should run again"
+        return {name: losses[:count] for name, losses in again.items()}
 
     losses = {"ours": ours, "eager": EAGER}
     if not wrong:
-        assert (compare(losses, "ours", torch.float32, made) > 0) == (twin is not None)
+        assert (compare(losses, "ours", torch.float32, made) > 0) == (again is not None)
         return
     with pytest.raises(AssertionError, match=r"compute different things|has 2 losses"):
         compare(losses, "ours", torch.float32, made)
@@ -63,7 +66,8 @@ def test_a_step_that_learns_otherwise_fails() -> None:
     eager = trained()
 
     def against(losses: list[float]) -> float:
-        return compare({"ours": losses, "eager": eager}, "ours", torch.float32, lambda _: trained(nudge))
+        again = {"ours": losses, "eager": eager, TWIN: trained(nudge)}
+        return compare({"ours": losses, "eager": eager}, "ours", torch.float32, lambda _: again)
 
     against(eager)
     for wrong in (trained(rate=1.5), trained(forget)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost.operators import work
+from meshwright.cost.operators import UNFUSED, work
 from meshwright.ops.table import rule_of
 from tests.ops.prove import Sample, plain, sample, type_of
 from tests.ops.samples import SAMPLES, T, f, i
@@ -90,6 +90,21 @@ def test_attention_does_two_products_forward_and_five_backward(causal: bool) -> 
     assert (found.flops_forward, found.flops_backward) == (2 * product, 5 * product)
     if causal:  # a rank with some of the queries has an explicit mask, which spares nothing
         assert priced(case, q=8).flops_forward == priced(case).flops_forward
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, UNFUSED), (torch.bfloat16, "")])
+def test_a_gpu_has_no_kernel_for_grouped_heads_in_float32(dtype: torch.dtype, name: str) -> None:
+    """There the scores are written and read several times, and no half of them is skipped."""
+    q, k = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, 2))
+    case = sample("aten.scaled_dot_product_attention.default", q, k, k, None, 0.0, True, enable_gqa=True)
+    types, rule = case.graph.types, rule_of(case.node, case.graph.types)
+    on_cpu, on_gpu = (work(case.node, rule, rule.sizes, types, [True] * 3, device=d) for d in ("cpu", "cuda"))
+    assert on_cpu.kind == "causal" and on_gpu.name == name
+    assert (on_gpu == on_cpu) == (not name)
+    if name:
+        assert on_gpu.flops_forward == 2 * on_cpu.flops_forward
+        scores = 2 * 4 * 16 * 16 * 4
+        assert (on_gpu.passes_forward, on_gpu.passes_backward) == (6 * scores, 6 * scores)
 
 
 def test_every_sample_has_a_price_and_arrays_give_the_same_as_single_sizes() -> None:
