@@ -14,6 +14,7 @@ import json
 import re
 from pathlib import Path
 
+import kubernetes
 from kubernetes import client
 
 FILE = Path(__file__).parents[1] / "meshwright/k8s/pod_fields.json"
@@ -38,7 +39,9 @@ def main() -> None:
         MODEL.sub(r"\2", model): {field: MODEL.sub(r"\2", kind) for field, kind in sorted(of.items())}
         for model, of in sorted(models.items())
     }
-    FILE.write_text("{\n" + ",\n".join(f'"{t}": {json.dumps(f)}' for t, f in types.items()) + "\n}\n")
+    release = f"1.{kubernetes.__version__.partition('.')[0]}"
+    lines = ",\n".join(f'"{name}": {json.dumps(of)}' for name, of in types.items())
+    FILE.write_text(f'{{"release": "{release}", "types": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

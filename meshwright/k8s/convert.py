@@ -70,7 +70,8 @@ def convert(job: object) -> Object:
             converted["scheduler"] = more
     kept = {k: metadata[k] for k in KEPT if k in metadata}
     checked = checks.read_spec(converted)
-    fields.check(checked, fields.published())
+    known = fields.published()
+    fields.check(checked, known.types, f"Kubernetes {known.release}")
     made = msgspec.to_builtins(checked)
     return {"apiVersion": f"{r.GROUP}/{r.VERSION}", "kind": r.KIND, "metadata": kept, "spec": made}
 

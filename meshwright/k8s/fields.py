@@ -36,6 +36,13 @@ class Components(msgspec.Struct, frozen=True):
     schemas: dict[str, Schema] = {}
 
 
+class Published(msgspec.Struct, frozen=True):
+    """`release`: of Kubernetes, such as 1.37."""
+
+    release: str
+    types: dict[str, dict[str, str]]
+
+
 class Document(msgspec.Struct, frozen=True):
     """`definitions`: of version 2. `components`: of version 3."""
 
@@ -67,15 +74,14 @@ def _type(schema: Schema) -> str:
     return _type(schema.items) if schema.items is not None else ""
 
 
-def published() -> Types:
+def published() -> Published:
     """The types of the newest release of Kubernetes that was looked at."""
-    return msgspec.json.decode(
-        Path(__file__).with_name("pod_fields.json").read_bytes(), type=dict[str, dict[str, str]]
-    )
+    file = Path(__file__).with_name("pod_fields.json")
+    return msgspec.json.decode(file.read_bytes(), type=Published)
 
 
-def check(spec: r.Spec, types: Types) -> None:
-    """Refuse a job whose `container` or `pod` has a field that is none. Raises LaunchError, which names all of them."""
+def check(spec: r.Spec, types: Types, whose: str = "this cluster") -> None:
+    """Refuse a job whose `container` or `pod` has a field that pods do not have. Raises LaunchError."""
     found = [
         wrong
         for name, role in roles(spec)
@@ -86,7 +92,7 @@ def check(spec: r.Spec, types: Types) -> None:
         more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise LaunchError(
             ", ".join(f"{where} has {field}" for where, field, _ in found[:SHOWN]) + more,
-            why="pods of this version of Kubernetes have no such field",
+            why=f"pods of {whose} have no such field",
             hint="; ".join(f"{field}: {hint}" for _, field, hint in found[:SHOWN]),
         )
 

@@ -296,8 +296,9 @@ class Operator:
         try:
             return fields.types_in(await self.api.openapi())
         except (Refused, ValueError) as error:
-            log.warning("fields of pods are those of another version of Kubernetes: %s", message_of(error))
-            return fields.published()
+            known = fields.published()
+            log.warning("fields of pods are those of Kubernetes %s: %s", known.release, message_of(error))
+            return known.types
 
     async def _with_words(self, namespace: str, pod: d.Pod) -> d.Pod:
         """A worker with the end of its log, if its script has failed."""

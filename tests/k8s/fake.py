@@ -32,7 +32,7 @@ class FakeServer:
         self.apis = {"kueue.x-k8s.io"}  # beside ours
         self.version = {"major": "1", "minor": "20", "gitVersion": "v1.20.2"}
         self.log: str | None = ""  # None: the node does not answer
-        self.types = dict(published())  # of what pods consist of
+        self.types = dict(published().types)  # of what pods consist of
         self._versions = count(1)
 
     def put(self, path: str, object: Object) -> None:

@@ -35,7 +35,7 @@ def test_a_typing_error_is_refused_and_the_job_starts_when_it_is_mended(cluster,
     job = stepping("typo", {"replicas": 2, "container": container, "pod": {"nodeSelectr": {"a": "b"}}})
     assert refusal(cluster, job) == (
         "workers.container has imagePulPolicy, workers.container.resources has limit, workers.pod has nodeSelectr\n"
-        "  why:   pods of this version of Kubernetes have no such field\n"
+        "  why:   pods of this cluster have no such field\n"
         "  try:   imagePulPolicy: did you mean 'imagePullPolicy'?; limit: did you mean 'limits'?; "
         "nodeSelectr: did you mean 'nodeSelector'?"
     )

@@ -57,7 +57,7 @@ def test_a_document_without_pods_is_refused():
 def refusal(types: fields.Types | None = None, **spec: Any) -> LaunchError:
     given = checks.read_spec({"image": "i", "command": ["t.py"], "workers": {"replicas": 1}, **spec})
     with pytest.raises(LaunchError) as refused:
-        fields.check(given, fields.published() if types is None else types)
+        fields.check(given, fields.published().types if types is None else types)
     return refused.value
 
 
@@ -114,10 +114,10 @@ def test_what_any_key_may_be_in_is_free_and_wrong_types_are_left_to_the_api_serv
             },
         }
     )
-    fields.check(given, fields.published())
+    fields.check(given, fields.published().types)
 
 
 def test_a_field_of_a_newer_version_is_none_in_an_older_one():
-    older = {**fields.published(), "Container": {"env": "EnvVar"}}
+    older = {**fields.published().types, "Container": {"env": "EnvVar"}}
     container = {"env": [{"name": "A"}], "resizePolicy": []}
     assert "has resizePolicy" in refusal(older, workers={"replicas": 1, "container": container}).what

@@ -149,7 +149,7 @@ TEMPLATE = {
             {"labels": {"meshwright.dev/job": "b"}},
             "labels has meshwright.dev/job",
         ),
-        (f"{WORKER}.template.spec.nodeSelectr", {}, "workers.pod has nodeSelectr"),
+        (f"{WORKER}.template.spec.nodeSelectr", {}, "workers.pod has nodeSelectr\n.*of Kubernetes 1."),
         (f"{WORKER}.template.spec.hostname", "h", "template.spec has hostname"),
         (f"{WORKER}.template.spec.restartPolicy", "Always", "template.spec.restartPolicy is not"),
         (
