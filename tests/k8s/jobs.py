@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ MARKS = [
 OURS = pytest.mark.skipif(bool(given_cluster.IMAGE), reason="pods have to be processes of this machine")
 JOBS = f"/apis/meshwright.dev/v1alpha1/namespaces/{NAMESPACE}/paralleljobs"
 CORE = f"/api/v1/namespaces/{NAMESPACE}"
+TRAINED = 150  # steps of a job that trains
 STEPS = """
 import os, sys, time
 for n in range(1, int(sys.argv[1]) + 1):
@@ -93,6 +95,15 @@ class Job:
         """Wait until the first worker prints a line with a text."""
         eventually(lambda: text in self.log("--tail=20"), f"{self.name} prints {text!r}")
 
+    def reaches(self, step: int) -> None:
+        """Wait until the first worker has printed a step, or one after it."""
+
+        def there() -> bool:
+            found = re.findall(r"^step (\d+) ", self.log("--tail=20"), re.MULTILINE)
+            return bool(found) and int(found[-1]) >= step
+
+        eventually(there, f"{self.name} is at step {step}")
+
     def nothing_is_left(self) -> None:
         eventually(
             lambda: not any(self.objects(kind) for kind in ("pods", "secrets", "services", "configmaps")),
@@ -129,16 +140,23 @@ def trained(
     cluster: Cluster,
     name: str,
     folder: Path,
-    steps: int,
     mode: str = "data_parallel",
-    seconds: float = 0.1,
+    steps: int = TRAINED,
+    seconds: float = 0.2,
     **spec: Any,
 ) -> Job:
-    """A job of two workers that trains and saves, with a pause after each step; see `training.py`."""
+    """A job of two workers that trains and saves, with a pause after each step until it is `hurried`; see
+    `training.py`."""
     command = [str(Path(__file__).with_name("training.py")), str(folder), str(steps), str(seconds), mode]
     return Job(cluster, name, command, {"replicas": 2, "container": {"env": ENV}}, **spec)
 
 
-def equal_to_torch(folder: Path, steps: int) -> None:
+def hurried(job: Job, folder: Path) -> None:
+    """Let a job train to its end without pauses."""
+    (folder / "fast").touch()
+    job.is_in("Succeeded")
+
+
+def equal_to_torch(folder: Path, steps: int = TRAINED) -> None:
     found = json.loads((folder / "losses.json").read_text())
     assert found == pytest.approx(alone(steps), rel=1e-4) and len(found) == steps

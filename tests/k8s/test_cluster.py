@@ -18,7 +18,7 @@ from meshwright.k8s.schema import definition
 from tests.k8s import control_plane, given_cluster
 from tests.k8s.bad_jobs import bad_jobs
 from tests.k8s.control_plane import NAMESPACE, eventually
-from tests.k8s.jobs import CORE, JOBS, MARKS, OURS, Job, equal_to_torch, trained, with_script
+from tests.k8s.jobs import CORE, JOBS, MARKS, OURS, Job, equal_to_torch, hurried, trained, with_script
 
 pytestmark = MARKS
 
@@ -27,7 +27,7 @@ pytestmark = MARKS
 
 
 def test_a_job_from_its_file_to_its_end(cluster, stepping, figures):
-    job = stepping("life", steps=500, ttlSecondsAfterFinished=1)
+    job = stepping("life")
     job.runs(2)
     figures["apply to all pods running"] = time.monotonic() - job.applied
     job.steps()
@@ -36,7 +36,11 @@ def test_a_job_from_its_file_to_its_end(cluster, stepping, figures):
     assert shown[0].split() == ["NAME", "STATE", "WORKERS", "STEP", "LOSS", "RESTARTS", "ATTEMPT", "AGE"]
     assert next(line for line in shown if line.startswith("life")).split()[:3] == ["life", "Running", "2/2"]
     assert job.log("--tail=1").count("\n") == 1 and " loss " in job.log("--tail=1")
-    eventually(lambda: cluster.get(f"{JOBS}/life") is None, "the job is deleted when its time is over")
+
+
+def test_a_job_that_has_ended_is_deleted_when_its_time_is_over(cluster, stepping):
+    job = stepping("short", steps=2, ttlSecondsAfterFinished=1)
+    eventually(lambda: cluster.get(f"{JOBS}/short") is None, "the job is deleted")
     job.nothing_is_left()
 
 
@@ -156,19 +160,18 @@ def test_attempts_of_a_script_that_fails_again_and_again_are_in_the_status(clust
 
 @OURS
 def test_a_killed_worker_is_replaced_and_training_goes_on_as_on_one_device(cluster, figures, tmp_path):
-    job = trained(cluster, "trains", tmp_path, 40)
+    job = trained(cluster, "trains", tmp_path)
     job.runs(2)
-    job.steps("step 12 ")
+    job.reaches(12)
     other = job.uid("worker-0")
     began = time.monotonic()
     uid = job.kill("worker-1")
     job.replaced("worker-1", uid)
     figures["kill -9 of a worker to its replacement running"] = time.monotonic() - began
-    job.steps("step 40 ")
-    job.is_in("Succeeded")
+    hurried(job, tmp_path)
     assert job.uid("worker-0") == other, "the other worker stays"
     assert job.status["restarts"] == 1
-    equal_to_torch(tmp_path, 40)
+    equal_to_torch(tmp_path)
     job.delete()
 
 
@@ -293,9 +296,9 @@ def test_the_pods_of_a_lost_node_go_elsewhere(cluster, stepping, figures):
 
 @OURS
 def test_workers_scale_and_training_goes_on_as_on_one_device(cluster, figures, tmp_path):
-    job = trained(cluster, "scales", tmp_path, 60)
+    job = trained(cluster, "scales", tmp_path)
     job.runs(2)
-    job.steps("step 8 ")
+    job.reaches(8)
     for workers in (4, 2):
         began = time.monotonic()
         cluster.kubectl("scale", "paralleljob/scales", f"--replicas={workers}")
@@ -305,10 +308,10 @@ def test_workers_scale_and_training_goes_on_as_on_one_device(cluster, figures, t
         figures[f"scale to {workers} workers' first step"] = time.monotonic() - began
         first = int(next(line for line in job.log().splitlines() if line.startswith("step ")).split()[1])
         assert first > 8, "it goes on from a checkpoint"
-        time.sleep(1)
-    job.is_in("Succeeded")
+        job.reaches(first + 5)
+    hurried(job, tmp_path)
     assert job.status.get("restarts", 0) == 0
-    equal_to_torch(tmp_path, 60)
+    equal_to_torch(tmp_path)
     job.delete()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.k8s.control_plane import Cluster, eventually
-from tests.k8s.jobs import CORE, ENV, JOBS, MARKS, OURS, Job, equal_to_torch, trained
+from tests.k8s.jobs import CORE, ENV, JOBS, MARKS, OURS, Job, equal_to_torch, hurried, trained
 
 pytestmark = MARKS
 MODEL = "meshwright/examples/mlp.py:build"
@@ -34,11 +34,11 @@ def test_a_planned_job_trains_as_one_device_and_is_planned_again_for_more_worker
     cluster: Cluster, figures: dict[str, float], tmp_path: Any
 ) -> None:
     plan = {**CPU, "options": ["--mode", "data_parallel"]}
-    job = trained(cluster, "planned", tmp_path, 100, "planned", seconds=0.4, plan=plan)
+    job = trained(cluster, "planned", tmp_path, "planned", seconds=2.0, plan=plan)
     assert planned(job, "Planned").startswith("2 ranks, ")
     figures["apply to plan"] = time.monotonic() - job.applied
     eventually(lambda: job.status.get("ready") == "2/2", "both workers run")
-    job.steps("step 8 ")
+    job.reaches(4)
     before = job.uid("worker-0")
     began = time.monotonic()
     cluster.kubectl("scale", "paralleljob/planned", "--replicas=4")
@@ -47,8 +47,8 @@ def test_a_planned_job_trains_as_one_device_and_is_planned_again_for_more_worker
     assert planned(job, "Planned").startswith("4 ranks, ")
     figures["scale to plan"] = time.monotonic() - began
     job.steps(" ranks 4")
-    job.is_in("Succeeded")
-    equal_to_torch(tmp_path, 100)
+    hurried(job, tmp_path)
+    equal_to_torch(tmp_path)
     plans = [json.loads(m["data"]["plan.json"])["mode"] for m in job.objects("configmaps")]
     assert plans == ["data_parallel", "data_parallel"]
     job.delete()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.k8s import control_plane
 from tests.k8s.control_plane import eventually
-from tests.k8s.jobs import CORE, ENV, JOBS, MARKS, OURS, Job, trained
+from tests.k8s.jobs import CORE, ENV, JOBS, MARKS, OURS, TRAINED, Job, hurried, trained
 from tests.k8s.training import alone
 
 pytestmark = [*MARKS, OURS]
@@ -28,7 +28,7 @@ def servers(job: Job) -> dict[str, Any]:
     return job.status.get("servers", {})
 
 
-def equal_to_torch(folder: Path, steps: int) -> None:
+def equal_to_torch(folder: Path, steps: int = TRAINED) -> None:
     """The mean of the losses of both workers' shares is the loss of one device."""
     shares = [json.loads((folder / f"losses{rank}.json").read_text()) for rank in (0, 1)]
     means = [sum(pair) / 2 for pair in zip(*shares, strict=True)]
@@ -69,27 +69,26 @@ def test_workers_and_servers_scale_while_training_goes_on_and_no_row_is_lost(clu
     job.steps("servers 2")
     assert {name: job.uid(name) for name in began} == began
     assert job.status.get("restarts", 0) == 0, job.status["conditions"]
-    (tmp_path / "fast").touch()
-    job.is_in("Succeeded")
+    hurried(job, tmp_path)
     assert "each sample was trained 2 times: True" in job.log()
     eventually(lambda: len(job.objects("pods")) == 2, "servers and scheduler are deleted")
     job.delete()
 
 
 def test_a_server_is_killed_and_training_goes_on_as_on_one_device(cluster, figures, tmp_path):
-    job = trained(cluster, "killed", tmp_path, 60, "parameter_server", servers={"replicas": 2})
+    job = trained(cluster, "killed", tmp_path, "parameter_server", servers={"replicas": 2})
     job.runs(2, servers=2)
     before = {p["metadata"]["name"]: p["metadata"]["uid"] for p in job.objects("pods")}
     for number, name in ((12, "server-1"), (24, "server-0")):
-        job.steps(f"step {number} ")
+        job.reaches(number)
         start = time.monotonic()
         job.kill(name)
         last = job.log("--tail=1")
         eventually(lambda old=last: job.log("--tail=1") != old, "it goes on")
         figures[f"kill -9 of {name} to the next step"] = time.monotonic() - start
     assert {p["metadata"]["name"]: p["metadata"]["uid"] for p in job.objects("pods")} == before
-    job.is_in("Succeeded")
-    equal_to_torch(tmp_path, 60)
+    hurried(job, tmp_path)
+    equal_to_torch(tmp_path)
     job.delete()
 
 
@@ -100,27 +99,27 @@ def test_a_server_s_pod_is_lost_and_training_goes_on_as_on_one_device(cluster, f
         mount = {"volumeMounts": [{"name": "s", "mountPath": "/all-values"}]}
         volumes = [{"name": "s", "hostPath": {"path": str(tmp_path)}}]
         of = {"replicas": 2, "state": "/all-values/of-jobs", "container": mount, "pod": {"volumes": volumes}}
-    job = trained(cluster, f"lost-{kept}", tmp_path, 60, "parameter_server", servers=of)
+    job = trained(cluster, f"lost-{kept}", tmp_path, "parameter_server", servers=of)
     job.runs(2, servers=2)
-    job.steps("step 12 ")
+    job.reaches(12)
     uid, start = job.uid("server-1"), time.monotonic()
     cluster.ask("DELETE", f"{CORE}/pods/lost-{kept}-server-1?gracePeriodSeconds=0")
     job.replaced("server-1", uid)
     figures[f"a server's pod deleted to its replacement running ({kept})"] = time.monotonic() - start
-    job.is_in("Succeeded")
+    hurried(job, tmp_path)
     assert job.status["round"] == 1
-    equal_to_torch(tmp_path, 60)
+    equal_to_torch(tmp_path)
     job.delete()
 
 
 def test_without_copies_a_lost_server_begins_another_round(cluster, tmp_path):
-    job = trained(cluster, "anew", tmp_path, 40, "parameter_server", servers={"replicas": 2})
+    job = trained(cluster, "anew", tmp_path, "parameter_server", servers={"replicas": 2})
     job.runs(2, servers=2)
-    job.steps("step 12 ")
+    job.reaches(12)
     cluster.ask("DELETE", f"{CORE}/pods/anew-server-1")
     eventually(lambda: job.status.get("round") == 2, "another round begins")
-    job.is_in("Succeeded")
-    equal_to_torch(tmp_path, 40)
+    hurried(job, tmp_path)
+    equal_to_torch(tmp_path)
     job.delete()
 
 
@@ -133,13 +132,12 @@ def test_a_paused_job_goes_on_with_the_values_of_its_servers(cluster, tmp_path):
     workers = {"replicas": 2, "independent": True, "container": {"env": ENV}}
     job = Job(cluster, "pauses", command, workers, servers=of)
     job.runs(2, servers=2)
-    job.steps("step 20 ")
+    job.reaches(20)
     for suspend in (True, False):
         cluster.ask("PATCH", f"{JOBS}/pauses", {"spec": {"suspend": suspend}})
         job.is_in("Suspended") if suspend else job.runs(2, servers=2)
         if suspend:
             eventually(lambda: not job.objects("pods"), "no pod is left")
-    (tmp_path / "fast").touch()
-    job.is_in("Succeeded")
+    hurried(job, tmp_path)
     assert "each sample was trained 2 times: True" in job.log()
     job.delete()
