@@ -12,7 +12,6 @@ from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
 from meshwright.k8s.api import Api, Refused
 from meshwright.k8s.conditions import how
-from meshwright.plan.plan import Plan
 
 LOG_LINES = 1_000_000  # a plan has a line for each operator; a ConfigMap has at most 1 MiB
 
@@ -56,6 +55,8 @@ async def _preset(api: Api, spec: r.Spec) -> str:
 
 async def _kept(api: Api, owner: p.Owner, spec: r.Spec, text: str | None) -> records.PlanFacts:
     """Make a plan a ConfigMap, if it is one for the ranks of the job."""
+    from meshwright.plan.plan import Plan  # numpy would be a quarter of the operator's start
+
     if text is None:
         return records.PlanFacts(problem="the log of the plan's pod has no plan")
     plan, ranks = (
