@@ -8,7 +8,9 @@ from meshwright.errors import LaunchError
 from meshwright.k8s import resource as r
 
 # Options without a value: without this list, the script is not known from the value of an option before it.
-FLAGS = frozenset("--module --background --join --dry-run --stop-alone --insecure --help".split())
+FLAGS = frozenset(
+    "--module --background --join --dry-run --resume-state --stop-alone --insecure --help".split()
+)
 SHORT = {"m": "--module", "n": "--nproc"}
 ENDS = "the launcher would return at once, and the job end without training"
 NUMBERS = "the operator numbers the pods"
@@ -36,7 +38,7 @@ OURS = {
     "--dry-run": ENDS,
     "--help": ENDS,
 }
-OF_SERVERS = ("--servers", "--server-state", "--replicas")
+OF_SERVERS = ("--servers", "--server-state", "--resume-state", "--replicas")
 
 
 def check(spec: r.Spec) -> None:
