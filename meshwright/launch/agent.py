@@ -143,7 +143,7 @@ def _attempt(
                 port.look()
                 keeper.look(records, span.address)
                 if goes_on:
-                    machines_are(span.attempt, party.present(span.nodes))
+                    machines_are(span.attempt, party.present(span.nodes), party.away)
                 party.pause(job.poll_seconds)
         vain = None if departures.found is None else watch.explained(departures.found, HINT, shown=0)
         if heard:

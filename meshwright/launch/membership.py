@@ -207,6 +207,11 @@ class Member:
             return list(range(self._places))
         return self._of(set(self.standing.ranks) - set(self.standing.ended))
 
+    @property
+    def away(self) -> Sequence[int]:
+        """The ranks of machines that are lost, without which the others go on."""
+        return () if self._decisions is None else self.standing.away
+
     def present(self, nodes: Sequence[str]) -> list[str]:
         """Of all machines of the attempt those that are not lost, whatever their ranks do."""
         if self._decisions is None:

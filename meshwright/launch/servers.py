@@ -30,7 +30,8 @@ POLL_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between two looks whether more servers are wanted
 SPARE, NEWEST = "spare", "newest"
 STATE = "state"  # the file with the folder of --server-state, of a job over several machines
-ATTEMPT = "attempt"  # the file with the number of the newest attempt, and the names of its machines
+# the file with the number of the newest attempt, the ranks that are gone from it, and the names of its machines
+ATTEMPT = "attempt"
 MOST_SERVERS = 64  # of which each has a block of every table
 
 
@@ -101,7 +102,8 @@ class Servers:
         path = self.folder / ATTEMPT
         if not self._replicas or not path.exists() or (text := path.read_text()) == self._attempt:
             return False
-        self._meeting.take_over(text.splitlines()[1:])
+        first, *nodes = text.splitlines()
+        self._meeting.take_over(nodes, [int(rank) for rank in first.split()[1:]])
         self._attempt = text
         return True
 
@@ -166,12 +168,13 @@ def attempt_begins(attempt: int, nodes: Sequence[str]) -> None:
     machines_are(attempt, nodes)
 
 
-def machines_are(attempt: int, nodes: Sequence[str]) -> None:
-    """Note the machines that take part now: the servers of all others are lost."""
+def machines_are(attempt: int, nodes: Sequence[str], gone: Sequence[int] = ()) -> None:
+    """Note the machines that take part now: the servers of all others are lost. `gone`: their ranks, without which
+    the others go on."""
     folder = Path(os.environ.get(FOLDER, ""))
     if FOLDER not in os.environ or not nodes or JOINS in os.environ:
         return
-    part, text = folder / f"{ATTEMPT}.part", "\n".join((str(attempt), *nodes))
+    part, text = folder / f"{ATTEMPT}.part", "\n".join((" ".join(map(str, (attempt, *gone))), *nodes))
     if not (folder / ATTEMPT).exists() or (folder / ATTEMPT).read_text() != text:
         part.write_text(text)
         part.rename(folder / ATTEMPT)

@@ -104,6 +104,11 @@ class Alone:
     def stopped(self, status: int) -> None:
         """Tell the others that the job has been asked to stop."""
 
+    @property
+    def away(self) -> Sequence[int]:
+        """No machine can be lost."""
+        return ()
+
     def present(self, nodes: Sequence[str]) -> Sequence[str]:
         """This machine is all."""
         return nodes

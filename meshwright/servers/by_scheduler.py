@@ -41,8 +41,8 @@ class Home(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ByScheduler:
     """Keys of the scheduler: ``servers/begun`` has the servers of each machine, ``servers/homes`` those that are
-    elsewhere or came later, ``servers/at/N`` the address of one, ``servers/copy/N`` where its copy is. Connections are
-    secured as those of the scheduler are."""
+    elsewhere or came later, ``servers/at/N`` the address of one, ``servers/copy/N`` where its copy is,
+    ``servers/gone`` the workers of lost machines. Connections are secured as those of the scheduler are."""
 
     def __init__(self, folder: Path) -> None:
         self._place = Place.read(folder / FILE)
@@ -78,7 +78,9 @@ class ByScheduler:
     def runs(self, most: int) -> dict[int, bool]:
         return {n: node == self._node for n, node in self._nodes(self._homes()).items() if n < most}
 
-    def take_over(self, nodes: Sequence[str]) -> None:
+    def take_over(self, nodes: Sequence[str], gone: Sequence[int] = ()) -> None:
+        self._client.set("servers/gone", msgspec.json.encode(list(gone)))
+
         def given(homes: Mapping[int, Home]) -> dict[int, Home]:
             known = self._nodes(homes)
             copies = {n: self._client.get(f"servers/copy/{n}", 0.0) for n in known}
@@ -125,6 +127,10 @@ class ByScheduler:
 
     def moved(self, number: int) -> bool:
         return (home := self._homes().get(number)) is not None and home.moved
+
+    def gone(self) -> Sequence[int]:
+        known = self._client.get("servers/gone", 0.0)
+        return [] if known is None else msgspec.json.decode(known, type=list[int])
 
     def beside(self, number: int) -> int | None:
         key = f"servers/copy/{number}"

@@ -32,8 +32,11 @@ class InFolder:
     def runs(self, most: int) -> dict[int, bool]:
         return dict.fromkeys(self.numbers()[:most], True)
 
-    def take_over(self, nodes: Sequence[str]) -> None:
+    def take_over(self, nodes: Sequence[str], gone: Sequence[int] = ()) -> None:
         """There is one machine."""
+
+    def gone(self) -> Sequence[int]:
+        return ()
 
     def lose(self, number: int, why: str) -> None:
         self._write(f"{number}.lost", why)

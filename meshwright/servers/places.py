@@ -41,8 +41,9 @@ class Meeting(Protocol):
         """By number, below `most`, whether this machine is the one that runs a server now."""
         ...
 
-    def take_over(self, nodes: Sequence[str]) -> None:
-        """Give servers of machines that are not among `nodes` to these, if any has servers."""
+    def take_over(self, nodes: Sequence[str], gone: Sequence[int] = ()) -> None:
+        """Give servers of machines that are not among `nodes` to these, if any has servers. `gone`: the workers that
+        ran there."""
         ...
 
     def lose(self, number: int, why: str) -> None:
@@ -61,6 +62,10 @@ class Meeting(Protocol):
 
     def moved(self, number: int) -> bool:
         """Return whether another machine has taken over this server at some time."""
+        ...
+
+    def gone(self) -> Sequence[int]:
+        """The workers that are gone with their machines. Raises LaunchError without a scheduler."""
         ...
 
     def beside(self, number: int) -> int | None:

@@ -9,10 +9,11 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 from msgspec import structs
 
-from meshwright.errors import MeshwrightError, ServerError
+from meshwright.errors import LaunchError, MeshwrightError, ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
@@ -55,6 +56,9 @@ class Serving:
 
     def _begin(self, known: Server | None) -> None:
         """Answer from here on. `known`: what the copy on another server has, which is the newest."""
+        gone: Sequence[int] = ()
+        with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
+            gone = self._meeting.gone()
         with self._changed:
             if known is not None:
                 self.server = known
@@ -62,7 +66,7 @@ class Serving:
                     self.journal.begin_with(known)
             for worker in self.server.clocks.of:  # after a restart: who does not come again is lost
                 if self._connection_of.setdefault(worker) is None:
-                    self._later(RESTART_SECONDS, worker, None)
+                    self._later(GONE_SECONDS if worker in gone else RESTART_SECONDS, worker, None)
             self._ready = True
             self._changed.notify_all()
 

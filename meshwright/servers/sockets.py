@@ -67,8 +67,7 @@ class Remote:
         end, down = time.monotonic() + self.patience + busy, time.monotonic() + self.away + busy
         while len(found) < len(requests):
             left = {n: r for n, r in requests.items() if n not in found}
-            sent = [n for n, request in left.items() if self._send(n, *request)]
-            for number in sent:
+            for number in self._sent(left):
                 reply = self._receive(number)
                 if reply is not None and not isinstance(reply[0], m.Wait):
                     found[number] = reply
@@ -82,6 +81,18 @@ class Remote:
             if any(n not in self._open for n in left if n not in found):
                 time.sleep(RETRY_SECONDS)
         return found
+
+    def _sent(self, requests: Requests) -> list[int]:
+        """The servers that were sent their requests. None is sent a part of a push while another one is away: it would
+        count though the rest is lost if this worker is killed meanwhile."""
+        sent: list[int] = []
+        for number in sorted(requests, key=lambda n: n in self._open):
+            body, tensors = requests[number]
+            if self._send(number, body, tensors):
+                sent.append(number)
+            elif isinstance(body, m.Push):
+                break
+        return sent
 
     def _send(self, number: int, body: m.Request, tensors: m.Tensors) -> bool:
         try:

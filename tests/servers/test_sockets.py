@@ -131,6 +131,27 @@ def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path, limit):
     assert all(torch.equal(found[name], value) for name, value in plain(steps, limit).items())
 
 
+def test_no_server_has_a_part_of_a_push_while_another_one_is_away(jobs, monkeypatch):
+    job = jobs(2)
+    made = worker(job, 0, 1)
+    pulled = made.pull(("weight",))
+    meeting, tries, heard = made.transport.meeting, [], []
+    call = meeting.call
+
+    def away(number: int) -> Any:
+        tries.append(number)
+        if tries.count(0) == 3 and not heard:
+            heard.append(dict(job.running[1].server.clocks.of))
+            job.running[0] = job.started(0)
+        return call(number)
+
+    monkeypatch.setattr(meeting, "call", away)
+    job.running[0].close()
+    made.push(1.0, {"weight": pulled["weight"]})
+    assert heard == [{0: 0}]
+    assert [dict(each.server.clocks.of) for each in job.running] == [{0: 1}, {0: 1}]
+
+
 def plain(steps: int, limit: m.Limit | None = None) -> dict[str, torch.Tensor]:
     """The same on servers in this process."""
     _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}), limit=limit)

@@ -136,6 +136,27 @@ def test_workers_of_before_are_not_waited_for(jobs) -> None:  # noqa: F811
     assert set(server.clocks.of) == {0, LATE_WORKERS}
 
 
+def test_workers_of_a_lost_machine_are_not_waited_for(jobs, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
+    """A server that another machine starts has been told which they are, and waits a minute for the others."""
+    with serving() as (place, _):
+        place.write(tmp_path / FILE)
+        met = ByScheduler(tmp_path)
+        assert met.gone() == []
+        met.begin(1, "a")
+        met.take_over(["a"], [1])
+        assert met.gone() == [1]
+        met.take_over(["a"])
+        assert met.gone() == []
+        met.close()
+        (tmp_path / FILE).unlink()
+    monkeypatch.setattr(InFolder, "gone", lambda _: [1])
+    job = jobs(1)
+    first = worker(job, 0, 2)
+    Worker(first.transport.another(), 1, first.declare).join()
+    job.kill(0)
+    eventually(lambda: set(job.running[0].server.clocks.of) == {0}, "the server goes on without worker 1")
+
+
 def _in(declare: m.Declare, life: int) -> m.Declare:
     return m.Declare(declare.job, declare.parameters, declare.map, declare.bound, declare.workers, life=life)
 
