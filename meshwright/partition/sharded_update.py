@@ -1,7 +1,7 @@
 """Sharded updates of parameters: from the gradient to a rank's shard, and from updated shards to the weight (ZeRO-1/2).
 
 level 1   all-reduce the gradient, take my shard of it (a slice)   →  update my shard  →  all-gather
-level 2   my shard of the sum (slice, reduce-scatter, sum)         →  update my shard  →  all-gather
+level 2   my shard of the sum (reduce-scatter, sum)                →  update my shard  →  all-gather
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.core.graph import DTYPES, Input
-from meshwright.core.layout import TensorLayout, only_axes
+from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
 from meshwright.core.remembered import cached_on_first
 from meshwright.partition import Partition
@@ -29,14 +29,12 @@ from meshwright.redistribute.steps import largest_size, origin
 class Update:
     """The steps of one parameter (by the name of the program's input).
 
-    `slices` takes my shard of a full gradient on the axes without a reduction; `scatter` reduces and takes my shard
-    on the others; `part` does both at once. `gather` restores the weight. `scattered`: gradients are
-    reduce-scattered, not all-reduced (level 2).
+    `part` takes my shard of a full gradient. `scatter` reduces it and takes my shard, None where no reduction is left.
+    `gather` restores the weight. `scattered`: gradients are reduce-scattered, not all-reduced (level 2).
     """
 
     name: str
     part: Step
-    slices: Step | None
     scatter: Step | None
     gather: Step
     scattered: bool
@@ -59,13 +57,12 @@ def updates(parts: Partition) -> Mapping[str, Update]:
 def _update(name: str, use: TensorLayout, state: TensorLayout, mesh: Mesh, scattered: bool) -> Update:
     more = mesh.sort(set(state.split_axes) - set(use.split_axes))
     waiting = tuple(a for a in more if a in use.grad)
-    still = tuple(a for a in more if a not in use.grad)
-    between = only_axes(state, (*use.split_axes, *still))
-    before = TensorLayout(between.dims, waiting)
+    # The gradient is not sliced first on axes without a reduction: in `state` they may be inside the others, and then
+    # no slice has the shards of all with whom it is reduced.
+    before = TensorLayout(use.dims, waiting)
     return Update(
         name,
         Step("slice", more, use.forward, state),
-        Step("slice", still, use.forward, between) if still else None,
         Step("reduce_scatter", waiting, before, state) if waiting else None,
         Step("all_gather", more, state, use.forward),
         scattered,

@@ -36,7 +36,6 @@ class Shard:
     leaf: torch.nn.Parameter
     update: Update
     part: Mover
-    slices: Mover | None
     scatter: Mover | None
     gather: Mover
 
@@ -62,13 +61,11 @@ def make_shard(
 ) -> Shard:
     """This rank's part of a weight that lies in its use layout. `leaf`: what another program updates of it already."""
 
-    def mover(step) -> Mover | None:
-        return Mover(exchange(step, mesh, rank)) if step is not None else None
-
     part, gather = Mover(exchange(update.part, mesh, rank)), Mover(exchange(update.gather, mesh, rank))
+    scatter = None if update.scatter is None else Mover(exchange(update.scatter, mesh, rank))
     if leaf is None:
         leaf = torch.nn.Parameter(part.taken.take(weight.detach()).contiguous())
-    return Shard(weight, leaf, update, part, mover(update.slices), mover(update.scatter), gather)
+    return Shard(weight, leaf, update, part, scatter, gather)
 
 
 class ScatterBucket:
@@ -117,13 +114,12 @@ class ScatterBucket:
         if gradient is None:
             self._rows.narrow(1, start, self.widths[index]).zero_()
             return
-        if shard.slices is not None:
-            gradient = shard.slices.taken.take(gradient)
         rows = self._rows.narrow(1, start, self.widths[index])
         if shard.scatter is not None:
             spread(shard.scatter.parts, gradient, rows)
         else:
-            rows[0].view(gradient.shape).copy_(gradient)
+            mine = shard.part.taken.take(gradient)
+            rows[0].view(mine.shape).copy_(mine)
         shard.weight.grad = None
 
     def start(self, comm: Communicator) -> None:

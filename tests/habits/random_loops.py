@@ -72,6 +72,25 @@ class Experts(nn.Module):
         return self.down(self.back(sum(e(h) * kept[:, i : i + 1] for i, e in enumerate(self.experts))))
 
 
+class Attention(nn.Module):
+    """Two layers that share their weights; two heads of queries for each of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.q, self.kv = nn.Linear(2, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.out, self.norm, self.down = nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x.view(-1, 3, 2))
+        for _ in range(2):
+            n = self.norm(h)
+            q = self.q(n).view(-1, 3, 4, 2).transpose(1, 2)
+            k, v = self.kv(n).view(-1, 3, 2, 4).repeat_interleave(2, 2).transpose(1, 2).chunk(2, -1)
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + self.out(found.transpose(1, 2).reshape(-1, 3, 8))
+        return self.down(h.mean(1))
+
+
 class Norms(nn.Module):
     """A convolution with batch norm, whose running statistics are part of the state."""
 
@@ -98,7 +117,7 @@ def _weighted(model: Any, batch: Batch) -> torch.Tensor:
     return (each * batch["w"]).sum() / batch["w"].sum()
 
 
-MODELS = (Layers, Branches, Experts, Norms, Recurrent)
+MODELS = (Layers, Branches, Experts, Norms, Recurrent, Attention)
 LOSSES: tuple[Callable[[Any, Batch], torch.Tensor], ...] = (
     lambda model, b: F.cross_entropy(model(b["x"]), b["y"]),
     lambda model, b: F.cross_entropy(model(b["x"]), torch.where(b["y"] == 0, -100, b["y"])),
@@ -187,6 +206,9 @@ class Loop:
                 alone = {k: v for k, v in found.items() if k not in ("optimizer_parallel", "threshold_kb")}
                 staged = {"pipeline": self.ranks, "schedule": schedule, "micro_batches": 2}
                 return {**alone, "mesh": {"dp": 1}, **staged}
+        if self.ranks == 4 and often(0.4):
+            mode = one(("sharding_propagation", "dynamic_programming"))
+            return {**found, "mesh": {"a": 2, "b": 2}, "mode": mode}
         return {**found, "mesh": {"dp": self.ranks}}
 
     def run(self) -> None:
