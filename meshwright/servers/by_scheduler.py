@@ -17,7 +17,15 @@ from meshwright.errors import LaunchError, ServerError
 from meshwright.scheduler.client import FILE, Client, Place
 from meshwright.scheduler.link import PARAMETER_SERVER, admit, at, call
 from meshwright.scheduler.trust import server_context
-from meshwright.servers.places import BY_HAND, LATE_WORKERS, MACHINES, beside, widen
+from meshwright.servers.places import (
+    BY_HAND,
+    LATE_WORKERS,
+    MACHINES,
+    SILENT_SECONDS,
+    beside,
+    close_after,
+    widen,
+)
 
 JOB = "servers/job"  # the key of the job's name
 PATIENCE_SECONDS = 2.0  # for a scheduler that is away; who asks tries again
@@ -185,6 +193,7 @@ class ByScheduler:
             raise FileNotFoundError(f"server {number} has not begun")
         made = widen(call(*told, self._place.trust, PARAMETER_SERVER, REACH_SECONDS))
         made.settimeout(None)
+        close_after(made, SILENT_SECONDS)  # what is asked again does no harm
         return made
 
     def lost(self, number: int) -> str:

@@ -23,6 +23,7 @@ LAUNCHES = "launches"  # the file in it that says how often
 BUFFER_BYTES = 4 << 20
 # A machine that has gone closes no connection: after so many seconds without an answer it is closed here.
 UNANSWERED_SECONDS = 15
+SILENT_SECONDS = 9  # so, too, where another machine may have a server by then: as --node-time-out with copies
 
 
 class Meeting(Protocol):
@@ -160,6 +161,7 @@ __all__ = [
     "LAUNCHER",
     "MACHINES",
     "PREFIX",
+    "SILENT_SECONDS",
     "Meeting",
     "beside",
     "close_after",

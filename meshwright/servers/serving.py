@@ -17,7 +17,7 @@ from meshwright.errors import LaunchError, MeshwrightError, ServerError
 from meshwright.scheduler.messages import Malformed as MalformedGreeting
 from meshwright.servers import messages as m
 from meshwright.servers.journal import Journal
-from meshwright.servers.places import Meeting, close_after
+from meshwright.servers.places import SILENT_SECONDS, Meeting, close_after
 from meshwright.servers.replicas import Copies, Replica
 from meshwright.servers.server import Reply, Server
 from meshwright.servers.sockets import TURN_SECONDS, receive, send
@@ -25,7 +25,6 @@ from meshwright.servers.wire import Malformed
 
 STRANGERS = 1024  # connections that have proved nothing; the oldest has to go when one more comes
 GONE_SECONDS = 1.0  # for which a worker may be away
-SILENT_SECONDS = 9  # for which a machine may be silent, where servers have copies: as --node-time-out
 RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears when it asks for something
 
 
