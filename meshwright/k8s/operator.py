@@ -68,11 +68,12 @@ class Operator:
         self._fields: tuple[float, fields.Types] = (0.0, {})
 
     async def greet(self) -> None:
-        """Say which API server it is."""
+        """Say which API server it is, and learn its fields of pods before the first job comes."""
         name, version = await self.api.version()
         log.info("the API server has Kubernetes %s", name)
         if version and version < OLDEST:
             log.warning("the operator is for Kubernetes %d.%d and newer", *OLDEST)
+        self._fields = time.time(), await self._types()
 
     def wake(self, namespace: str, name: str) -> None:
         """Something has happened to a job, or to a pod of it."""

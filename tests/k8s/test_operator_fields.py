@@ -36,6 +36,9 @@ def test_a_typing_error_makes_no_pod_and_is_a_condition_and_an_event():
         assert (about["kind"], about["name"]) == ("ParallelJob", "demo")
         assert about["uid"] == server.objects[JOB]["metadata"]["uid"]
         assert [name for _, name in server.requests].count("v2") == 1, "the document is read once"
+        await operator.greet()
+        await operator.turn("default", "demo", followed)
+        assert [name for _, name in server.requests].count("v2") == 2, "or before a job comes"
         limits = {"limits": {"nvidia.com/gpu": 8}}
         server.objects[JOB]["spec"]["workers"]["container"]["resources"] = limits
         server.objects[JOB]["metadata"]["generation"] = 2
