@@ -207,8 +207,8 @@ class Loop:
                 staged = {"pipeline": self.ranks, "schedule": schedule, "micro_batches": 2}
                 return {**alone, "mesh": {"dp": 1}, **staged}
         if self.ranks == 4 and often(0.4):
-            mode = one(("sharding_propagation", "dynamic_programming"))
-            return {**found, "mesh": {"a": 2, "b": 2}, "mode": mode}
+            mode, cluster = one(("sharding_propagation", "dynamic_programming")), mw.Cluster.local(self.ranks)
+            return {**found, "mesh": {"a": 2, "b": 2}, "mode": mode, "cluster": cluster}
         return {**found, "mesh": {"dp": self.ranks}}
 
     def run(self) -> None:
@@ -235,8 +235,13 @@ class Loop:
             self._same(name, full[name], value)
 
     def _same(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        off = (found - expected).abs().max().item() if expected.numel() else 0.0
-        assert off <= CLOSE * (1 + expected.abs().max().item()), (what, off, self.told)
+        both = (
+            found.isnan() & expected.isnan()
+        )  # of the mean over targets that are all ignored, and from there on
+        if both.all():
+            return
+        off = (found - expected)[~both].abs().max().item()
+        assert off <= CLOSE * (1 + expected[~both].abs().max().item()), (what, off, self.told)
 
     # ---------------------------------------------------------------- what happens between steps
 
