@@ -24,8 +24,8 @@ from meshwright.servers.norms import MOST, factor
 from meshwright.servers.server import Server
 from meshwright.servers.shards import spread
 from meshwright.servers.worker import Worker
+from tests.servers.habits import Net, adam, batches, loss, sgd
 from tests.servers.jobs import ROWS, WIDTH, full, parameters, values
-from tests.servers.test_habits import Net, adam, batches, loss, sgd, together  # noqa: F401  (a fixture)
 
 CLIP = 0.05
 LIMIT = m.Limit(0.5, outside=False)
@@ -62,7 +62,7 @@ def test_train_step_takes_it() -> None:
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 3), (4, 1), (3, 2)])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_rows_of_several_workers_are_added_up_before_the_norm(together, workers, servers, sparse) -> None:  # noqa: F811
+def test_rows_of_several_workers_are_added_up_before_the_norm(together, workers, servers, sparse) -> None:
     torch.manual_seed(0)
     plain = Net()
     start = copy.deepcopy(plain)
@@ -254,7 +254,7 @@ def some(model: Net) -> Net:
     return model
 
 
-def test_workers_that_drift_clip_their_own_updates(together) -> None:  # noqa: F811
+def test_workers_that_drift_clip_their_own_updates(together) -> None:
     """Two workers that take turns are one device that takes their batches in turn."""
     torch.manual_seed(0)
     plain = Net()
@@ -302,7 +302,7 @@ def test_what_cannot_be_clipped(case: str) -> None:
         wrong()
 
 
-def test_all_workers_clip_by_the_same_norm(together) -> None:  # noqa: F811
+def test_all_workers_clip_by_the_same_norm(together) -> None:
     norms = itertools.cycle([1.0, 2.0])
     lock = threading.Lock()
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from tests.servers.test_habits import Batch, Net, Table, batches, loss, sgd, together  # noqa: F401  (a fixture)
+from tests.servers.habits import Batch, Net, batches, loss, sgd
+from tests.servers.test_embeddings import Table
 
 
 def test_a_model_is_not_copied_with_its_step() -> None:
@@ -152,7 +153,7 @@ OF_ALL: dict[str, tuple[nn.Module, bool, str]] = {
 
 
 @pytest.mark.parametrize("name", OF_ALL)
-def test_embeddings_that_need_the_batches_of_all_workers(together, name: str) -> None:  # noqa: F811
+def test_embeddings_that_need_the_batches_of_all_workers(together, name: str) -> None:
     """One worker trains them as one device does."""
     table, marked, what = OF_ALL[name]
 
