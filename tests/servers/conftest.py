@@ -1,9 +1,10 @@
-"""Workers in threads of a test."""
+"""Workers in threads of a test, and launches of which nothing is left after it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ from meshwright import server_step
 from meshwright.servers import of_job
 from meshwright.servers.local import Local
 from meshwright.servers.server import Server
+from tests.launch.conftest import Launches
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    made = Launches(tmp_path)
+    yield made
+    made.wait_until_gone()
 
 
 @pytest.fixture

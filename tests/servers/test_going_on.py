@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,6 @@ SAYS = {
     "steps": "equal to one device",
     "clip": "equal to one device",
 }
-
-
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    made = Launches(tmp_path)
-    yield made
-    made.wait_until_gone()
 
 
 @pytest.mark.procs

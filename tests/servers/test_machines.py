@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ from tests.scheduler.serving import serving
 
 SCRIPT = Path(__file__).with_name("training.py")
 PORT = 29483
-
-
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    made = Launches(tmp_path)
-    yield made
-    made.wait_until_gone()
 
 
 @pytest.mark.procs

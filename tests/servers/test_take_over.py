@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,6 @@ from tests.servers.test_sockets import jobs, train, worker  # noqa: F401  (a fix
 
 SCRIPT, PORT = Path(__file__).with_name("taking_over.py"), 29485
 KEY = {"MESHWRIGHT_SECRET": "the secret of a job that is tested", "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    made = Launches(tmp_path)
-    yield made
-    made.wait_until_gone()
 
 
 @pytest.mark.procs
