@@ -70,7 +70,7 @@ def _check_role(name: str, role: r.Role) -> None:
         ("container", role.container, OURS_IN_CONTAINER),
         ("pod", role.pod, OURS_IN_POD),
     ):
-        if wrong := [field for field in given if field in ours]:
+        if wrong := [key for key in given if key in ours]:
             raise LaunchError(
                 f"{name}.{field} has {wrong[0]}",
                 why="the operator sets it",

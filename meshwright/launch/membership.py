@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from meshwright.errors import LaunchError
@@ -220,11 +221,11 @@ class Member:
         there = self._of(every - set(self.standing.away))
         return [node for number, node in enumerate(nodes) if number in there]
 
-    def _of(self, ranks: Collection[int]) -> list[int]:
+    def _of(self, ranks: AbstractSet[int]) -> list[int]:
         """The machines, by number, of some ranks."""
         first, found = 0, []
         for number, count in enumerate(self.standing.counts):
-            if not set(ranks).isdisjoint(range(first, first + count)):
+            if not ranks.isdisjoint(range(first, first + count)):
                 found.append(number)
             first += count
         return found

@@ -210,17 +210,17 @@ def started(
             else "a server has one copy or none"
         )
         raise LaunchError(f"--replicas is {replicas}", why=why, hint="--servers 2 --replicas 1")
-    if resumes and (state is None or nodes is not None):
+    if resumes and state is None:
         raise LaunchError(
-            "--resume-state without --server-state"
-            if state is None
-            else "--resume-state over several machines",
-            why="it goes on from what servers have written there"
-            if state is None
-            else "servers are numbered as their machines come, and the scheduler that knew it has ended",
-            hint="--server-state FOLDER"
-            if state is None
-            else f"another --server-state; a new job resumes from a checkpoint: {server_state.RESUMES}",
+            "--resume-state without --server-state",
+            why="it goes on from what servers have written there",
+            hint="--server-state FOLDER",
+        )
+    if resumes and nodes is not None:
+        raise LaunchError(
+            "--resume-state over several machines",
+            why="servers are numbered as their machines come, and the scheduler that knew it has ended",
+            hint=f"another --server-state; a new job resumes from a checkpoint: {server_state.RESUMES}",
         )
     state = None if state is None else server_state.made(state)
     with server_state.locked(state if nodes is None else None):
