@@ -29,7 +29,8 @@ from meshwright.launch.hang_elsewhere import Elsewhere
 
 LOOK_SECONDS = 1.0  # between two looks, at most
 AWAY_SECONDS = 60.0  # without the scheduler, where no rank moves either
-STACK_SECONDS = 2.0  # how long a rank may take to write its stacks
+STACK_SECONDS = 5.0  # how long a rank may take to write its stacks
+QUIET_LOOKS = 3  # 0.1 s apart: nothing more written in all of them, and stacks are complete
 BUSY = 0.02  # the share of a processor's time that tells computing from idling
 FRAMES = 8  # what is shown of a stack
 FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
@@ -225,13 +226,13 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(pid, stack_signal())
                     asked[rank] = path
-        end, sizes = time.monotonic() + STACK_SECONDS, {}
-        while time.monotonic() < end:
-            before, sizes = sizes, {rank: path.stat().st_size for rank, path in asked.items()}
-            if sizes == before and all(sizes.values()):
-                break
+        end, looks = time.monotonic() + STACK_SECONDS, 0
+        found: dict[int, str] = {}
+        while looks < QUIET_LOOKS and time.monotonic() < end:
             time.sleep(0.1)
-        found = {rank: path.read_text("utf-8", errors="replace") for rank, path in asked.items()}
+            before = found
+            found = {rank: path.read_text("utf-8", errors="replace") for rank, path in asked.items()}
+            looks = looks + 1 if found == before and all(map(_frames, found.values())) else 0
         for rank, text in found.items():
             if text:
                 (self.logs / f"rank{rank}.stack").write_text(text, "utf-8")
