@@ -20,7 +20,7 @@ from meshwright.servers.meeting import meeting
 from meshwright.servers.places import LAUNCHES, Meeting
 from meshwright.servers.server import Server
 from meshwright.servers.serving import Serving
-from meshwright.servers.torn import common
+from meshwright.servers.torn import pushed
 
 
 def load_optimizers() -> None:
@@ -46,7 +46,7 @@ def serving_of(
     if state is None or journal is None or lost:
         server = Server(number, lost=lost)
     else:
-        server = journal.server(common(state) if resumes and not met.been(number) else None)
+        server = journal.server(pushed(state) if resumes and not met.been(number) else None)
     return Serving(server, met, journal, replicas)
 
 

@@ -38,6 +38,12 @@ class Joined(Message, frozen=True):
     steps: int = 0
 
 
+class Left(Message, frozen=True):
+    """`pushed`: one more than the clock of the worker's last push that counts here, 0 without one."""
+
+    pushed: int
+
+
 class Dealt(Message, frozen=True):
     """The first sample, and the one behind the last; both are the same where all are trained. `later`: ask again,
     others may give theirs back."""
@@ -175,6 +181,7 @@ Answer = (
     Done
     | Declared
     | Joined
+    | Left
     | Dealt
     | Values
     | Seen
@@ -201,6 +208,7 @@ __all__ = [
     "Frozen",
     "Held",
     "Joined",
+    "Left",
     "Limit",
     "Measured",
     "Message",

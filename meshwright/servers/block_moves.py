@@ -62,6 +62,7 @@ def _remap(state: State, new: ShardMap) -> m.Answer:
         if left := [b for b in stored.blocks if b not in mine.get(name, ())]:
             stored.drop(left)
     state.map, state.allowed, state.mover = new, None, ""
+    state.prepared = {}  # split by the map before; their workers push again
     return m.Done()
 
 

@@ -13,7 +13,6 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 
 from meshwright.errors import ServerError
-from meshwright.servers import messages as m
 from meshwright.servers import snapshots
 from meshwright.servers.server import Server
 from meshwright.servers.wire import Malformed, pieces, read
@@ -33,45 +32,35 @@ class Journal:
         self._file: FileIO | None = None
         self._bytes = 0
 
-    def server(self, common: Mapping[int, int] | None = None) -> Server:
-        """The server as it was. `common`: by worker, the steps that all servers have; pushes of later ones are left
-        out. Raises ServerError for a folder of another server, or a request that it refuses."""
+    def server(self, pushed: Mapping[int, int] | None = None) -> Server:
+        """The server as it was. `pushed`: where no server runs, by worker, one more than the clock of its last push
+        that counts; prepared ones that do not are dropped. Raises ServerError for a folder of another server."""
         made = sorted(self.folder.glob("*.safetensors"), key=lambda p: int(p.stem))
         server = snapshots.read(made[-1], self.number) if made else Server(self.number)
-        begins, left_out = int(made[-1].stem) if made else 0, 0
-        if ahead := [w for w, clock in server.clocks.of.items() if clock > (common or {}).get(w, clock)]:
-            raise ServerError(
-                f"{made[-1]} has a step of worker {ahead[0]} that another server lacks",
-                why="it cannot be taken back",
-                hint="delete the folder of --server-state; step.resume(path) loads a checkpoint",
-            )
+        begins = int(made[-1].stem) if made else 0
         for path in sorted(self.folder.glob("*.log"), key=lambda p: int(p.stem)):
             if int(path.stem) >= begins:
-                good, some = self._repeat(path, server, common or {})
-                left_out += some
+                good = self._repeat(path, server)
                 with path.open("r+b") as file:
                     file.truncate(good)  # what was never answered
-        if left_out:  # it shall not be repeated next time either
+        if pushed is not None and any(map(server.in_doubt, server.prepared)):
+            server.settle(pushed)
             self._snapshot(server)
             self._written_down()
         return server
 
-    def _repeat(self, path: Path, server: Server, common: Mapping[int, int]) -> tuple[int, int]:
-        """Apply the requests of a file; the bytes that are complete, and how many pushes were left out."""
-        left_out = 0
+    def _repeat(self, path: Path, server: Server) -> int:
+        """Apply the requests of a file; the bytes that are complete."""
         with path.open("rb") as file:
             while True:
                 good = file.tell()
                 try:
                     body, tensors = read(lambda into: _fill(file, into))
                 except EOFError:
-                    return good, left_out
+                    return good
                 except Malformed as error:
                     raise ServerError(f"{path} is damaged at byte {good:,}", why=str(error)) from None
-                if isinstance(body, m.Push) and body.clock >= common.get(body.worker, body.clock + 1):
-                    left_out += 1
-                else:
-                    server.answer(body, tensors)
+                server.answer(body, tensors)
 
     def write(self, server: Server, body: object, tensors: list) -> None:
         """Write down a request that `server` has applied."""

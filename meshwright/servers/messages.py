@@ -16,6 +16,7 @@ from meshwright.servers.answers import (
     Frozen,
     Held,
     Joined,
+    Left,
     Limit,
     Measured,
     Message,
@@ -74,6 +75,8 @@ class Join(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
+    """A worker is waited for no more; what it has prepared is dropped. Answered by `Left`."""
+
     model: str
     worker: int
 
@@ -104,7 +107,7 @@ class Pull(Message, frozen=True):
 class Push(Message, frozen=True):
     """Tensors: the gradient of each dense parameter, then ids and gradients of rows of each table. `weight`: examples
     behind the gradients, which are means. `options`: of optimizers, where they have changed. `batch`: a description
-    of the batch, where it shall be the same on all workers; as JSON."""
+    of the batch, where it shall be the same on all workers; as JSON. `prepare`: only keep it, until `Commit`."""
 
     model: str
     map: int
@@ -115,6 +118,16 @@ class Push(Message, frozen=True):
     tables: tuple[str, ...] = ()
     options: dict[str, Options] = {}
     batch: str = ""
+    prepare: bool = False
+
+
+class Commit(Message, frozen=True):
+    """All servers have prepared this push: it counts. Sent to the first server, then to the others."""
+
+    model: str
+    map: int
+    worker: int
+    clock: int
 
 
 class Measure(Message, frozen=True):
@@ -267,10 +280,26 @@ Moving = Hold | Allow | Reached | Resume | Take | Give | Remap
 Saving = Freeze | Thaw | Clear | Begin | Await
 Copying = Adopt | Recover
 Clipping = Measure | Clip
-Request = Declare | Fill | Join | Leave | Prefetch | Pull | Push | Clipping | Deal | Look | Saving | Moving
+Request = (
+    Declare | Fill | Join | Leave | Prefetch | Pull | Push | Commit | Clipping | Deal | Look | Saving | Moving
+)
 # what must outlive a server
 Changing = (
-    Declare | Fill | Join | Leave | Push | Clip | Deal | Clear | Begin | Hold | Allow | Resume | Give | Remap
+    Declare
+    | Fill
+    | Join
+    | Leave
+    | Push
+    | Commit
+    | Clip
+    | Deal
+    | Clear
+    | Begin
+    | Hold
+    | Allow
+    | Resume
+    | Give
+    | Remap
 )
 __all__ = [
     "Adopt",
@@ -283,6 +312,7 @@ __all__ = [
     "Clear",
     "Clip",
     "Clipping",
+    "Commit",
     "Copied",
     "Copying",
     "Deal",
@@ -298,6 +328,7 @@ __all__ = [
     "Hold",
     "Join",
     "Joined",
+    "Left",
     "Leave",
     "Limit",
     "Look",

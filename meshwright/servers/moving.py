@@ -41,8 +41,7 @@ def use_servers(
     for server in (
         s for s in servers if s not in known.servers
     ):  # wait for its process before anybody else waits
-        said = msgspec.structs.replace(declare, map=NOWHERE)
-        ask(transport, {server: (said, [])}, m.Declared)
+        ask(transport, {server: (msgspec.structs.replace(declare, map=NOWHERE), [])}, m.Declared)
     while True:  # by the newest map, which a server of an older one may not know
         ask(transport, {first: (m.Hold(model, mover), [])}, m.Held)  # of two moves, one gets no further
         held = ask(transport, {s: (m.Hold(model, mover), []) for s in known.servers}, m.Held)
@@ -52,12 +51,8 @@ def use_servers(
             break
         _same(transport, m.Remap(model, newest), behind)  # a mover was killed while it sent the map
         known = newest
-    clocks = {
-        w: [a.clocks[w] for a, _ in held.values() if w in a.clocks]
-        for a, _ in held.values()
-        for w in a.clocks
-    }
-    ahead = {worker: max(found) for worker, found in clocks.items()}
+    said = [a.left | a.clocks for a, _ in held.values()]  # a server may not know yet that a worker was lost
+    ahead = {w: max(each.get(w, 0) for each in said) for a, _ in held.values() for w in a.clocks}
     if declare.bound == 0:  # a round is complete when all have pushed it
         ahead = dict.fromkeys(ahead, max(ahead.values(), default=0))
     _same(transport, m.Allow(model, ahead), known.servers)
@@ -70,7 +65,7 @@ def use_servers(
     new = spread(declare.parameters, servers, newest)
     # as it is now: the pushes that were still accepted may have changed options
     facts = ask(transport, {first: (m.Hold(model, mover), [])}, m.Held)[first][0]
-    resume = m.Resume(model, ahead, facts.left, facts.options, facts.began)
+    resume = m.Resume(model, facts.clocks, facts.left, facts.options, facts.began)
     _same(transport, resume, [s for s in servers if s not in known.servers])
     for move in moves(newest, new):
         answers = ask(transport, {move.source: (m.Take(model, move.parameter, move.block), [])}, m.Taken)

@@ -20,6 +20,14 @@ class Gradients:
     options: dict[str, Options] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A push that counts once its worker commits it. `clock`: of the worker."""
+
+    clock: int
+    gradients: Gradients
+
+
 def mean(pushes: Sequence[Gradients]) -> Gradients:
     """The gradients of several pushes as those of one; nothing where they have no examples."""
     weight = sum(push.weight for push in pushes)
@@ -58,4 +66,4 @@ def sum_rows(ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch
     return unique, torch.zeros((len(unique), *rows.shape[1:]), dtype=rows.dtype).index_add_(0, where, rows)
 
 
-__all__ = ["Gradients", "mean", "mean_dense", "mean_rows", "sum_rows"]
+__all__ = ["Gradients", "Prepared", "mean", "mean_dense", "mean_rows", "sum_rows"]

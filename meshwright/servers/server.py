@@ -1,12 +1,15 @@
 """One parameter server: answers messages one after another. It knows neither sockets nor threads nor time.
 
 A request is checked in full before anything changes. A push is applied once, however often it arrives: it names its
-worker and clock, and the server remembers each worker's clock.
+worker and clock, and the server remembers each worker's clock. A push to several servers counts on all of them or on
+none, whoever is killed in between: each prepares it, and once all have it, the worker commits it on the first server,
+then on the others. What the first server says of a lost worker's push holds on all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from msgspec import structs
@@ -16,7 +19,7 @@ from meshwright.servers import messages as m
 from meshwright.servers.block_moves import answer_moving
 from meshwright.servers.dealing import Stream
 from meshwright.servers.norms import factor, squares
-from meshwright.servers.rounds import Gradients, mean
+from meshwright.servers.rounds import Gradients, Prepared, mean
 from meshwright.servers.rules import check_change
 from meshwright.servers.same_job import begins_anew, check_same, of_before
 from meshwright.servers.savings import answer_saving
@@ -42,13 +45,15 @@ class Server(State):
                 case m.Leave():
                     self.check_model(request.model)
                     self._leave(request.worker)
-                    return m.Done(), []
+                    return m.Left(self.pushed.get(request.worker, 0)), []
                 case m.Pull():
                     return self._pull(request, tensors)
                 case m.Prefetch():
                     return self._prefetch(request, tensors)
                 case m.Push():
                     return self._push(request, tensors), []
+                case m.Commit():
+                    return self._commit(request), []
                 case m.Measure():
                     return self._measure(request), []
                 case m.Clip():
@@ -125,6 +130,7 @@ class Server(State):
         self.check_model(request.model)
         if self.allowed is not None:
             return m.Wait()
+        self.prepared.pop(request.worker, None)  # of its life before
         begins = request.clock
         if request.worker not in self.clocks.of:
             first = self.clocks.left.get(request.worker, 0)
@@ -139,6 +145,7 @@ class Server(State):
         """Wait for a worker no more."""
         for stream in self.streams.values():
             stream.left(worker)
+        self.prepared.pop(worker, None)
         self.clocks.leave(worker)
         self.copy.forget(worker)
         self._apply()
@@ -222,13 +229,43 @@ class Server(State):
         self.shares.check(self.clocks, clock + 1)
         gradients = self._checked(request, tensors)
         self.counts.pushed_bytes += sum(tensor.nbytes for tensor in tensors)
-        self.rounds.setdefault(request.clock, {})[request.worker] = gradients
-        self.clocks.of[request.worker] += 1
         self.shares.tell(request.clock, request.worker, request.batch)
-        for stream in self.streams.values():
-            stream.pushed(request.worker, request.clock)
-        self._apply()
+        if request.prepare:
+            self.prepared[request.worker] = Prepared(clock, gradients)
+        else:
+            self._count(request.worker, gradients)
         return m.Done()
+
+    def _commit(self, request: m.Commit) -> m.Answer:
+        self.check_worker(request)
+        if request.clock < self.clocks.of[request.worker]:
+            return m.Done(repeated=True)
+        if request.map != self.map.version:
+            return self.other_map(request.map)
+        if self.allowed is not None and request.clock >= self.allowed.get(request.worker, 0):
+            return m.Wait()
+        push = self.prepared.get(request.worker)
+        if push is None or push.clock != request.clock:
+            raise ServerError(f"step {request.clock} of worker {request.worker} is not prepared")
+        del self.prepared[request.worker]
+        self._count(request.worker, push.gradients)
+        return m.Done()
+
+    def settle(self, pushed: Mapping[int, int]) -> None:
+        """Let prepared pushes count if they do on the first server, and drop the others. `pushed`: what it has."""
+        for worker, push in list(self.prepared.items()):
+            del self.prepared[worker]
+            if pushed.get(worker, 0) > push.clock:
+                self._count(worker, push.gradients)
+
+    def _count(self, worker: int, gradients: Gradients) -> None:
+        """Let the next push of a worker count."""
+        clock = self.clocks.of[worker]
+        self.rounds.setdefault(clock, {})[worker] = gradients
+        self.clocks.of[worker] = self.pushed[worker] = clock + 1
+        for stream in self.streams.values():
+            stream.pushed(worker, clock)
+        self._apply()
 
     def _checked(self, request: m.Push, tensors: m.Tensors) -> Gradients:
         """The gradients of a push. Raises ServerError for any that does not fit."""

@@ -25,6 +25,7 @@ from meshwright.servers.wire import Malformed
 
 STRANGERS = 1024  # connections that have proved nothing; the oldest has to go when one more comes
 GONE_SECONDS = 1.0  # for which a worker may be away
+SETTLE_SECONDS = 0.1  # between two questions to the first server, while it is away
 RESTART_SECONDS = 60.0  # after a restart of the server, of which a worker hears when it asks for something
 
 
@@ -42,6 +43,8 @@ class Serving:
         self._connection_of: dict[int, socket.socket | None] = {}
         self._open: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
+        self._asking: set[int] = set()  # workers about which the first server is asked
+        self._closed = False
         self.copies = Copies()
         self._ready = False
         self.failure: MeshwrightError | None = None  # why it has ended
@@ -83,6 +86,7 @@ class Serving:
 
     def close(self) -> None:
         """End as a process ends: all connections are closed, and nothing is written any more."""
+        self._closed = True
         for made in (self._listening, *list(self._open), *list(self._strangers)):
             _end(made)
         self._listening.close()
@@ -145,12 +149,12 @@ class Serving:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ready, TURN_SECONDS):
                 return m.Wait(), []
-            if isinstance(body, m.Join | m.Pull | m.Push | m.Deal):
+            if isinstance(body, m.Join | m.Pull | m.Push | m.Commit | m.Deal):
                 self._connection_of[body.worker] = made
             elif isinstance(body, m.Leave):
                 self._connection_of.pop(body.worker, None)
             while True:
-                reply = self._answered(body, tensors)
+                reply = (m.Wait(), []) if self._asks_first(body) else self._answered(body, tensors)
                 left = end - time.monotonic()
                 if not isinstance(reply[0], m.Wait) or left <= 0:
                     return reply if self._kept(body, reply[0]) else (m.Wait(), [])
@@ -190,7 +194,52 @@ class Serving:
         with self._changed:
             if self._connection_of.get(worker, self) is made:
                 del self._connection_of[worker]
-                self._answered(m.Leave(self.server.model, worker), [])
+                if self.server.in_doubt(worker):
+                    self._settle(worker)
+                else:
+                    self._answered(m.Leave(self.server.model, worker), [])
+
+    # ---- pushes of lost workers, see `server.py`
+
+    def _asks_first(self, body: m.Request) -> bool:
+        """Whether a request waits for the first server's word: it would drop a push that may count there."""
+        if isinstance(body, m.Join | m.Leave):
+            workers = [body.worker]
+        elif isinstance(body, m.Declare) and self.server.declared and body.life > self.server.declared.life:
+            workers = list(self.server.prepared)
+        else:
+            return False
+        asked = [worker for worker in workers if self.server.in_doubt(worker)]
+        for worker in asked:
+            self._settle(worker)
+        return bool(asked)
+
+    def _settle(self, worker: int) -> None:
+        """Begin to ask the first server about the push that a lost worker has prepared. Under the lock."""
+        if worker not in self._asking:
+            self._asking.add(worker)
+            threading.Thread(target=self._settled, args=(worker,), name="settle", daemon=True).start()
+
+    def _settled(self, worker: int) -> None:
+        leave, pushed = m.Leave(self.server.model, worker), None
+        while pushed is None and not self._closed:
+            with contextlib.suppress(OSError, EOFError, LaunchError, Malformed, MalformedGreeting):
+                with contextlib.closing(self._meeting.call(self.server.first)) as made:
+                    send(made, leave, [])
+                    answer, _ = receive(made)
+                if isinstance(answer, m.Left | m.Refused):  # refused: that job is over
+                    pushed = answer.pushed if isinstance(answer, m.Left) else 0
+            if pushed is None:
+                time.sleep(SETTLE_SECONDS)
+        with self._changed:
+            self._asking.discard(worker)
+            push = self.server.prepared.get(worker)
+            if pushed is not None and push is not None:
+                if pushed > push.clock:
+                    commit = m.Commit(leave.model, self.server.map.version, worker, push.clock)
+                    self._answered(commit, [])
+                self._answered(leave, [])
+            self._changed.notify_all()
 
 
 def _end(made: socket.socket) -> None:

@@ -17,7 +17,7 @@ from meshwright.errors import ServerError
 from meshwright.servers.counts import Counts
 from meshwright.servers.dealing import Stream
 from meshwright.servers.messages import Begins, Declare
-from meshwright.servers.rounds import Gradients
+from meshwright.servers.rounds import Gradients, Prepared
 from meshwright.servers.server import Server
 from meshwright.servers.shards import Options, ShardMap
 
@@ -26,7 +26,7 @@ RECORD = "server"
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A push of a round that is not complete; its tensors are beside, by number."""
+    """A push of a round that is not complete, or one that is prepared; its tensors are beside, by number."""
 
     round: int
     worker: int
@@ -34,6 +34,7 @@ class Waiting(msgspec.Struct, frozen=True):
     dense: tuple[str, ...]
     rows: tuple[str, ...]
     options: dict[str, Options]
+    prepared: bool = False
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class Record(msgspec.Struct, frozen=True):
     streams: dict[str, Stream] = {}
     batches: dict[int, dict[int, str]] = {}
     norm: tuple[int, str] = (-1, "0x0p+0")  # in hexadecimal: JSON has neither infinity nor NaN
+    pushed: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,16 @@ def of(server: Server) -> Snapshot:
     tensors: dict[str, torch.Tensor] = {}
     for name, stored in server.stored.items():
         tensors.update({f"{name}/{key}": value for key, value in stored.tensors().items()})
+    pushes = [
+        (n, worker, push, False) for n, group in server.rounds.items() for worker, push in group.items()
+    ]
+    pushes += [(each.clock, worker, each.gradients, True) for worker, each in server.prepared.items()]
     waiting = []
-    for number, group in server.rounds.items():
-        for worker, push in group.items():
-            entry = Waiting(number, worker, push.weight, tuple(push.dense), tuple(push.rows), push.options)
-            held = [*push.dense.values(), *(t for pair in push.rows.values() for t in pair)]
-            tensors.update({f"waiting/{len(waiting)}/{i}": t.contiguous() for i, t in enumerate(held)})
-            waiting.append(entry)
+    for number, worker, push, prepared in pushes:
+        names = tuple(push.dense), tuple(push.rows)
+        held = [*push.dense.values(), *(t for pair in push.rows.values() for t in pair)]
+        tensors.update({f"waiting/{len(waiting)}/{i}": t.contiguous() for i, t in enumerate(held)})
+        waiting.append(Waiting(number, worker, push.weight, *names, push.options, prepared))
     record = Record(
         FORMAT,
         server.number,
@@ -100,6 +105,7 @@ def of(server: Server) -> Snapshot:
         msgspec.convert(msgspec.to_builtins(server.streams), dict[str, Stream], strict=False),
         {clock: dict(told) for clock, told in server.shares.batches.items()},
         (server.norm[0], server.norm[1].hex()),
+        dict(server.pushed),
     )
     return Snapshot(record, tensors)
 
@@ -160,6 +166,7 @@ def server_of(snapshot: Snapshot) -> Server:
     server.streams = dict(record.streams)
     server.shares.batches = {clock: dict(told) for clock, told in record.batches.items()}
     server.norm = record.norm[0], float.fromhex(record.norm[1])
+    server.pushed = dict(record.pushed)
     server.allowed, server.mover, server.began = record.allowed, record.mover, record.began
     named = [(*full.rpartition("/"), tensor) for full, tensor in tensors.items()]
     for name, stored in server.stored.items():
@@ -171,7 +178,10 @@ def server_of(snapshot: Snapshot) -> Server:
         dense = {name: next(rest) for name in entry.dense}
         rows = {name: (next(rest), next(rest)) for name in entry.rows}
         push = Gradients(entry.weight, dense, rows, entry.options)
-        server.rounds.setdefault(entry.round, {})[entry.worker] = push
+        if entry.prepared:
+            server.prepared[entry.worker] = Prepared(entry.round, push)
+        else:
+            server.rounds.setdefault(entry.round, {})[entry.worker] = push
     return server
 
 

@@ -83,16 +83,8 @@ class Remote:
         return found
 
     def _sent(self, requests: Requests) -> list[int]:
-        """The servers that were sent their requests. None is sent a part of a push while another one is away: it would
-        count though the rest is lost if this worker is killed meanwhile."""
-        sent: list[int] = []
-        for number in sorted(requests, key=lambda n: n in self._open):
-            body, tensors = requests[number]
-            if self._send(number, body, tensors):
-                sent.append(number)
-            elif isinstance(body, m.Push):
-                break
-        return sent
+        """The servers that were sent their requests."""
+        return [number for number, (body, tensors) in requests.items() if self._send(number, body, tensors)]
 
     def _send(self, number: int, body: m.Request, tensors: m.Tensors) -> bool:
         try:

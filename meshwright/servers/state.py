@@ -12,7 +12,7 @@ from meshwright.servers.clocks import Clocks
 from meshwright.servers.counts import Counts
 from meshwright.servers.dealing import Stream
 from meshwright.servers.frozen import FrozenCopy
-from meshwright.servers.rounds import Gradients
+from meshwright.servers.rounds import Gradients, Prepared
 from meshwright.servers.shards import ShardMap, fingerprint
 from meshwright.servers.shares import Shares
 from meshwright.servers.starts import fill
@@ -37,6 +37,8 @@ class State:
         self.shares = Shares()
         self.stored: dict[str, Stored] = {}
         self.rounds: dict[int, dict[int, Gradients]] = {}
+        self.prepared: dict[int, Prepared] = {}  # by worker
+        self.pushed: dict[int, int] = {}  # by worker, one more than the clock of its last push that counts
         self.norm = (-1, 0.0)  # of all gradients of a step: the last that was said
         self.mean: tuple[int, Gradients] | None = None  # of a step that waits for its norm
         self.counts = Counts()
@@ -71,6 +73,15 @@ class State:
         return {name: blocks for name, blocks in found.items() if blocks}
 
     # ---- steps whose pushes are here
+
+    @property
+    def first(self) -> int:
+        """The server whose word decides whether a push counts."""
+        return min(self.map.servers, default=self.number)
+
+    def in_doubt(self, worker: int) -> bool:
+        """Whether a push of this worker is prepared here, and another server knows whether it counts."""
+        return worker in self.prepared and self.first != self.number
 
     def complete(self, clock: int) -> bool:
         """Whether all workers have pushed a step, and it can be applied."""
@@ -113,7 +124,7 @@ class State:
                 "the norm of a step that does not wait for it", hint="clip_norm= on all workers"
             )
 
-    def check_worker(self, request: m.Prefetch | m.Pull | m.Push) -> None:
+    def check_worker(self, request: m.Prefetch | m.Pull | m.Push | m.Commit) -> None:
         self.check_model(request.model)
         if request.worker not in self.clocks.of:
             gone = request.worker in self.clocks.left

@@ -1,62 +1,37 @@
-"""Pushes of which only some servers heard, when workers and servers were killed at once.
+"""Which pushes count when all servers were killed at once: those that the first server has.
 
-A worker sends a push to all servers. If it is killed alone, the servers that lack its push go on without it. If a
-launcher goes on from the journals of all servers, each leaves out what another one lacks: the worker makes that step
-again, so nothing is lost, and nothing is counted twice.
+A worker that is killed while it pushes leaves prepared pushes behind, and no server can ask the first one about them.
+The journal of that one says which count, so a launcher that goes on from all journals loses and repeats none.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from io import BufferedReader
 from pathlib import Path
 
 from meshwright.servers import messages as m
 from meshwright.servers import snapshots
-from meshwright.servers.shards import ShardMap
 from meshwright.servers.wire import skim
 
-Clocks = dict[int, int]
 
-
-def common(state: Path) -> Clocks:
-    """By worker, the number of steps that all servers have. `state`: with a folder for each server."""
-    found = {int(path.name): _heard(path) for path in state.iterdir() if path.name.isdecimal()}
-    newest = max((shards for _, shards in found.values()), key=lambda shards: shards.version)
-    mine = [found[server][0] for server in newest.servers if server in found]
-    return {worker: min(clocks[worker] for clocks in mine) for worker in set().union(*mine)}
-
-
-def _heard(folder: Path) -> tuple[Clocks, ShardMap]:
-    """The clocks of workers that one server knows, and its newest map."""
-    clocks: Clocks = defaultdict(int)
-    shards = ShardMap(0, (), {})
-
-    def note(told: Clocks) -> None:
-        clocks.update({worker: max(clocks[worker], clock) for worker, clock in told.items()})
-
+def pushed(state: Path) -> dict[int, int]:
+    """By worker, one more than the clock of its last push that counts. `state`: with a folder for each server."""
+    folder = min((p for p in state.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     made = sorted(folder.glob("*.safetensors"), key=lambda path: int(path.stem))
-    if made:
-        record = snapshots.record_of(made[-1])
-        shards = record.map
-        note(record.clocks)
-        note(record.left)
-    for path in folder.glob("*.log"):
+    record = snapshots.record_of(made[-1]) if made else None
+    found = {} if record is None else dict(record.pushed)
+    attempt = 0 if record is None or record.declared is None else record.declared.attempt
+    for path in sorted(folder.glob("*.log"), key=lambda path: int(path.stem)):
         if made and int(path.stem) < int(made[-1].stem):
             continue
         with path.open("rb") as file:
             for body in _bodies(file):
                 match body:
-                    case m.Push():
-                        note({body.worker: body.clock + 1})
-                    case m.Join():
-                        note({body.worker: body.clock})
-                    case m.Resume():
-                        note(body.clocks)
-                        note(body.left)
-                    case m.Declare() | m.Remap():
-                        shards = max(shards, body.map, key=lambda each: each.version)
-    return clocks, shards
+                    case m.Declare() if body.attempt > attempt:  # all begins anew
+                        found, attempt = {}, body.attempt
+                    case m.Commit() | m.Push(prepare=False):
+                        found[body.worker] = body.clock + 1
+    return found
 
 
 def _bodies(file: BufferedReader):
@@ -67,4 +42,4 @@ def _bodies(file: BufferedReader):
             return
 
 
-__all__ = ["common"]
+__all__ = ["pushed"]

@@ -100,14 +100,15 @@ class Worker:
         self.missing = {}
 
     def join(self) -> int:
-        """Take part from the next round on that all servers can wait for; the clock of this worker then."""
-        target = 0
+        """Take part from the next round on that all servers can wait for; the clock of this worker then. They say it
+        twice: a server that has just heard that this worker was lost may have let another one forget it again."""
+        target, before = 0, set[int]()
         while True:
             asked: Requests = {s: (m.Join(self.model, self.number, target), []) for s in self.map.servers}
             joined = [a for a, _ in self.ask_all(asked, m.Joined).values()]
             clocks, self.before = {a.clock for a in joined}, max(a.steps for a in joined)
-            target = max(clocks)
-            if clocks == {target}:
+            agreed, before, target = clocks == before == {target}, clocks, max(clocks)
+            if agreed:
                 self.clock = target
                 limit = self.declare.limit
                 # who has pushed the last step may have been killed
@@ -117,7 +118,7 @@ class Worker:
 
     def leave(self) -> None:
         """Let nobody wait for this worker any more."""
-        self.ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Done)
+        self.ask_all({s: (m.Leave(self.model, self.number), []) for s in self.map.servers}, m.Left)
 
     def settle(self) -> None:
         """In step, wait until all that this worker has pushed is applied. Raises ServerError if it cannot be."""
@@ -299,13 +300,22 @@ class Worker:
                 s: self._pushed(s, weight, dense, summed, owners, options or {}, batch)
                 for s in self.map.servers
             }
-            if not self._moved(self.ask_all(requests, m.Done | m.Moved)):
+            if not self._moved(self.ask_all(requests, m.Done | m.Moved)) and self._committed():
                 break
         self.clock += 1
         if self.declare.holds:
             self.norm = agree(self.transport, self.model, self.map, self.clock - 1, others)
         self.traffic.pushed_bytes += sum(x.nbytes for _, tensors in requests.values() for x in tensors)
         self.traffic.push_seconds += time.perf_counter() - begin
+
+    def _committed(self) -> bool:
+        """Let a push count that all servers have prepared; False if blocks have moved meanwhile, and it does not."""
+        first, *others = sorted(self.map.servers)
+        commit = m.Commit(self.model, self.map.version, self.number, self.clock)
+        if others and self._moved(self.ask_all({first: (commit, [])}, m.Done | m.Moved)):
+            return False
+        self.ask_all({server: (commit, []) for server in others}, m.Done)
+        return True
 
     def _pushed(
         self,
@@ -332,6 +342,7 @@ class Worker:
             tuple(rows),
             dict(options),
             batch,
+            prepare=len(self.map.servers) > 1,
         )
         return request, tensors
 

@@ -131,31 +131,33 @@ class Dying(Local):
         return found
 
 
-def test_a_push_that_reached_one_server_alone_holds_nobody_up() -> None:
-    """As without clipping: what a killed worker had not sent is lost."""
+@pytest.mark.parametrize("messages", [1, 2])
+def test_a_push_that_nobody_has_committed_holds_nobody_up(messages: int) -> None:
+    """As without clipping: what a killed worker had not sent to all is lost."""
     local, (first,), declare = job(2, 1)
-    first.transport = Dying(local, 1)
+    first.transport = Dying(local, messages)
     with pytest.raises(Killed):
         first.push(1.0, *gradients(0))
     for server in range(2):
         local.servers[server].answer(m.Leave(first.model, 0), [])
     again = Worker(local, 0, declare)
-    assert again.join() == 1
-    again.push(1.0, *gradients(1))
-    assert [local.servers[n].counts.applied for n in range(2)] == [{0: 2}, {0: 1}]
+    assert again.join() == 0
+    again.push(1.0, *gradients(0))
+    assert [local.servers[n].counts.applied for n in range(2)] == [{0: 1}, {0: 1}]
+    assert all(torch.equal(full(again)[name], value) for name, value in trained(1).items())
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("after", range(2, 7))
+@pytest.mark.parametrize("after", range(4, 9))
 def test_a_step_whose_worker_was_killed_is_ended_once(after: int, restarts: bool) -> None:
-    """The only worker is killed when its push has reached both servers: before the norm, or between two servers."""
+    """The only worker is killed when both servers have committed its push: before the norm, or between two servers."""
     local, (first,), declare = job(2, 1)
     first.push(1.0, *gradients(0))
     first.transport = Dying(local, after)
     try:
         first.push(1.0, *gradients(1))
     except Killed:
-        assert after < 6
+        assert after < 8
     for server in range(2):
         local.servers[server].answer(m.Leave(first.model, 0), [])
         if restarts:
@@ -169,7 +171,7 @@ def test_a_step_whose_worker_was_killed_is_ended_once(after: int, restarts: bool
 
 def test_who_moves_blocks_ends_it_too() -> None:
     local, (first,), declare = job(2, 1)
-    first.transport = Dying(local, 3)
+    first.transport = Dying(local, 5)
     with pytest.raises(Killed):
         first.push(1.0, *gradients(0))
     for server in range(2):

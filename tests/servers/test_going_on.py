@@ -20,7 +20,7 @@ from meshwright.servers.places import FOLDER, LATE_WORKERS, LAUNCHES
 from meshwright.servers.same_job import LAUNCH
 from meshwright.servers.server import Server
 from meshwright.servers.shards import fingerprint, spread
-from meshwright.servers.torn import common
+from meshwright.servers.torn import pushed
 from meshwright.servers.worker import Worker
 from tests.launch.conftest import Launches, eventually
 from tests.scheduler.serving import serving
@@ -72,7 +72,7 @@ class Written:
 
     def gone_on(self) -> list[Server]:
         """The servers that another launcher begins with."""
-        known = common(self.folder)
+        known = pushed(self.folder)
         self.close()
         self.journals = [Journal(self.folder / str(number), number) for number in (0, 1)]
         self.servers = [journal.server(known) for journal in self.journals]
@@ -83,13 +83,12 @@ class Written:
             journal.close()
 
 
-def test_a_push_that_one_server_lacks_is_left_out_and_made_again(tmp_path: Path) -> None:
-    """And it stays left out when a server is killed later."""
+def test_a_push_counts_on_all_servers_if_it_does_on_the_first(tmp_path: Path) -> None:
+    """And it does so when a server is killed later; one that nobody has committed is made again."""
     written, given = Written(tmp_path), jobs.parameters()
     declare = m.Declare("job", given, spread(given, (0, 1)), None, 2)
     model = fingerprint("job", given)
     (owner,) = declare.map.owners["weight"]
-    other = 1 - owner
     for number in (0, 1):
         written.ask(number, declare, [])
         for name, blocks in written.servers[number].missing().items():
@@ -100,30 +99,28 @@ def test_a_push_that_one_server_lacks_is_left_out_and_made_again(tmp_path: Path)
         for worker in (0, 1):
             written.ask(number, m.Join(model, worker, 0), [])
 
-    def push(number: int, worker: int, clock: int) -> None:
-        names = ("weight",) if number == owner else ()
-        written.ask(
-            number,
-            m.Push(model, 1, worker, clock, 1.0, names),
-            [torch.ones(3, jobs.WIDTH)] * len(names),
-        )
+    def push(worker: int, clock: int, committed: tuple[int, ...]) -> None:
+        for number in (0, 1):
+            names = ("weight",) if number == owner else ()
+            body = m.Push(model, 1, worker, clock, 1.0, names, prepare=True)
+            written.ask(number, body, [torch.ones(3, jobs.WIDTH)] * len(names))
+        for number in committed:
+            written.ask(number, m.Commit(model, 1, worker, clock), [])
 
-    for number in (0, 1):
-        push(number, 0, 0)
-        push(number, 1, 0)
-    push(owner, 0, 1)  # of which the other server has not heard
-    push(other, 1, 1)
+    push(0, 0, (0, 1))
+    push(1, 0, (0, 1))
+    push(0, 1, (0,))
+    push(1, 1, ())
     lr, begin = jobs.SGD["lr"], jobs.values("weight", range(1))
     for _ in range(2):
         servers = written.gone_on()
-        assert [dict(server.clocks.of) for server in servers] == [{0: 1, 1: 1}] * 2
-        torch.testing.assert_close(servers[owner].stored["weight"].tensor.detach(), begin - 2 * lr)
-    for number in (0, 1):
-        push(number, 0, 1)
+        assert [dict(server.clocks.of) for server in servers] == [{0: 2, 1: 1}] * 2
+        torch.testing.assert_close(servers[owner].stored["weight"].tensor.detach(), begin - 3 * lr)
+    push(1, 1, (0, 1))
     written.close()
     again = Journal(tmp_path / str(owner), owner).server()
-    torch.testing.assert_close(again.stored["weight"].tensor.detach(), begin - 3 * lr)
-    assert dict(again.clocks.of) == {0: 2, 1: 1}
+    torch.testing.assert_close(again.stored["weight"].tensor.detach(), begin - 4 * lr)
+    assert dict(again.clocks.of) == {0: 2, 1: 2}
 
 
 def test_workers_that_do_not_come_again_are_not_waited_for() -> None:
