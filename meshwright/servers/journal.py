@@ -47,6 +47,7 @@ class Journal:
             server.settle(pushed)
             self._snapshot(server)
             self._written_down()
+        server.catch_up()
         return server
 
     def _repeat(self, path: Path, server: Server) -> int:

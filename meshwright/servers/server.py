@@ -34,6 +34,7 @@ class Server(State):
     def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
         """The answer to a request. A request that is refused changes nothing. Values in step may be the server's own
         tensors, which it changes with the worker's next push."""
+        self.catch_up()
         try:
             match request:
                 case m.Declare():
@@ -234,6 +235,7 @@ class Server(State):
             self.prepared[request.worker] = Prepared(clock, gradients)
         else:
             self._count(request.worker, gradients)
+            self._apply()
         return m.Done()
 
     def _commit(self, request: m.Commit) -> m.Answer:
@@ -249,7 +251,9 @@ class Server(State):
             raise ServerError(f"step {request.clock} of worker {request.worker} is not prepared")
         del self.prepared[request.worker]
         self._count(request.worker, push.gradients)
-        return m.Done()
+        if self.number != self.first:
+            self._apply()
+        return m.Done()  # the first one updates with the next request, when the others hear of it
 
     def settle(self, pushed: Mapping[int, int]) -> None:
         """Let prepared pushes count if they do on the first server, and drop the others. `pushed`: what it has."""
@@ -265,7 +269,6 @@ class Server(State):
         self.clocks.of[worker] = self.pushed[worker] = clock + 1
         for stream in self.streams.values():
             stream.pushed(worker, clock)
-        self._apply()
 
     def _checked(self, request: m.Push, tensors: m.Tensors) -> Gradients:
         """The gradients of a push. Raises ServerError for any that does not fit."""
@@ -298,6 +301,11 @@ class Server(State):
                 raise ServerError(f"the optimizer of {name} has no option {strange[0]!r}")
             check_change(stored.parameter, known, options)
         return Gradients(request.weight, dense, rows, request.options)
+
+    def catch_up(self) -> None:
+        """Apply what a commit has left to the next request."""
+        if self.rounds:
+            self._apply()
 
     def _apply(self) -> None:
         """Apply the rounds that are complete, the oldest first."""
