@@ -1,8 +1,11 @@
-"""What `test_going_on.py` runs: its launcher is killed again and again, and at the end it is as if nothing had been."""
+"""What `test_going_on.py` and `test_commit.py` run: its processes are killed again and again, and at the end it is as
+if nothing had been."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,11 +23,18 @@ def counted() -> None:
     step = mw.parameter_server(
         table, lambda p: torch.optim.SGD(p, lr=1.0), loss=lambda f, ids: -f(ids).sum(), staleness=None
     )
-    for ids in step.samples(SAMPLES, 3, epochs=2):
+    slowly = "slowly" in sys.argv
+    epochs = 25 if slowly else 2
+    Path("servers").write_text(os.environ.get("MESHWRIGHT_SERVERS", ""))
+    for ids in step.samples(SAMPLES, 3, epochs=epochs):
         Path("begun").touch()
+        Path(f"worker{step.worker.number}").write_text(str(os.getpid()))
         step(ids)
+        time.sleep(0.01 * slowly)
+    Path("done").touch()
     if not step.rank:
-        print(f"each sample was trained twice: {bool((step.full_state()['weight'] == 2).all())}", flush=True)
+        right = bool((step.full_state()["weight"] == epochs).all())
+        print(f"each sample was trained {epochs} times: {right}", flush=True)
     step.close()
 
 

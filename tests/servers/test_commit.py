@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import threading
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +21,11 @@ from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
+from tests.launch.conftest import Launches, eventually
 from tests.servers.jobs import ROWS, WIDTH, full, job, values
 from tests.servers.test_sockets import Job, jobs, worker  # noqa: F401
 
+SCRIPT = Path(__file__).with_name("going_on.py")
 STAGES = ("begun", "prepared", "committed on the first", "committed")
 COUNTS = {stage: stage.startswith("committed") for stage in STAGES}
 
@@ -97,6 +105,40 @@ def test_a_worker_that_comes_again_pushes_again(jobs, monkeypatch):  # noqa: F81
     assert last.clock == 2
     assert [each.server.pushed for each in made.running] == [{0: 2}, {0: 2}]
     torch.testing.assert_close(full(last)["table"], values("table", range(ROWS)) - 0.2)
+
+
+@pytest.mark.procs
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_random_kills_of_workers_and_servers(launches: Launches, tmp_path: Path) -> None:
+    """Each sample is trained as often as without them."""
+    words = ("--servers", 3, "--workers", 3, "--server-state", "state", "--on-failure", "continue")
+    process = launches.start(*words, "--max-restarts", 50, SCRIPT, "counted", "slowly")
+    chance, killed = random.Random(), 0
+
+    def all_there() -> bool:
+        """Whether each worker has made a step in its process of now, or all are done."""
+        return (tmp_path / "done").exists() or len(alive(tmp_path.glob("worker*"))) == 3
+
+    while killed < 5:
+        eventually(all_there, "all workers make steps")
+        if (tmp_path / "done").exists():
+            break
+        servers = Path((tmp_path / "servers").read_text())
+        pids = alive(servers.glob("*.pid") if chance.random() < 0.5 else tmp_path.glob("worker*"))
+        time.sleep(chance.random() / 2)
+        for pid in chance.sample(pids, min(1, len(pids))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    out, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, out + errors
+    assert killed > 2 and "each sample was trained 25 times: True" in out
+
+
+def alive(files: Iterable[Path]) -> list[int]:
+    """Processes whose numbers are in files."""
+    return [int(said) for path in files if Path(f"/proc/{(said := path.read_text()) or 0}").exists()]
 
 
 def test_what_was_given_up_is_not_committed() -> None:

@@ -28,7 +28,7 @@ from tests.servers import jobs
 
 SCRIPT = Path(__file__).with_name("going_on.py")
 SAYS = {
-    "counted": "each sample was trained twice: True",
+    "counted": "each sample was trained 2 times: True",
     "steps": "equal to one device",
     "clip": "equal to one device",
 }
