@@ -65,8 +65,12 @@ def main() -> None:
     resumes = (folder / LAUNCHES).exists()
     serving = serving_of(meeting(folder), number, state, replicas, resumes=resumes)
     serving.run()
+    serving.close()
     if serving.failure is not None:
-        raise SystemExit(f"ServerError: {serving.failure}")
+        print(f"ServerError: {serving.failure}", file=sys.stderr, flush=True)
+    os._exit(
+        serving.failure is not None
+    )  # threads may be in the middle of an update, and must not lose torch there
 
 
 if __name__ == "__main__":
