@@ -232,13 +232,14 @@ class Serving:
             if pushed is None:
                 time.sleep(SETTLE_SECONDS)
         with self._changed:
-            self._asking.discard(worker)
             push = self.server.prepared.get(worker)
             if pushed is not None and push is not None:
                 if pushed > push.clock:
                     commit = m.Commit(leave.model, self.server.map.version, worker, push.clock)
-                    self._answered(commit, [])
+                    # who moves blocks may have to allow it first
+                    self._changed.wait_for(lambda: not isinstance(self._answered(commit, [])[0], m.Wait))
                 self._answered(leave, [])
+            self._asking.discard(worker)
             self._changed.notify_all()
 
 

@@ -95,6 +95,20 @@ def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bo
     first.leave()
 
 
+def test_a_push_that_counts_is_kept_until_it_is_allowed(jobs, monkeypatch):  # noqa: F811
+    """Who moves blocks has asked all servers to hold before its worker was lost."""
+    monkeypatch.setattr(serving, "GONE_SECONDS", 0.1)
+    made: Job = jobs()
+    first = worker(made, 0, 1, "SGD", None)
+    lost = worker(made, 1, 1, "SGD", None)
+    killed(lost, "committed on the first")
+    first.ask_all({n: (m.Hold(first.model, "mover"), []) for n in (0, 1)}, m.Held)
+    time.sleep(0.5)
+    use_servers(first.transport.another(), first.declare, (0, 1), "mover")
+    assert [each.server.pushed.get(1, 0) for each in made.running] == [1, 1]
+    torch.testing.assert_close(full(first)["table"], values("table", range(ROWS)) - 0.1)
+
+
 def test_a_worker_that_comes_again_pushes_again(jobs, monkeypatch):  # noqa: F811
     """Before anybody has noticed that it was killed."""
     monkeypatch.setattr(serving, "GONE_SECONDS", 30.0)
