@@ -59,7 +59,7 @@ def resume(state: ServerState, path: str | Path, *, data: Any, told: Told) -> Lo
 def _chosen(state: ServerState) -> Path | None:
     """The checkpoint that worker 0 has loaded, waited for."""
     worker = state.worker
-    first = min(worker.map.servers)
+    first = worker.map.first
     answer, _ = worker.ask_all({first: (m.Await(worker.model), [])}, m.Begins)[first]
     worker.before = answer.steps
     return Path(answer.path) if answer.path else None

@@ -68,9 +68,8 @@ def main() -> None:
     serving.close()
     if serving.failure is not None:
         print(f"ServerError: {serving.failure}", file=sys.stderr, flush=True)
-    os._exit(
-        serving.failure is not None
-    )  # threads may be in the middle of an update, and must not lose torch there
+    # not by the interpreter's end: threads may be in the middle of an update, and must not lose torch there
+    os._exit(serving.failure is not None)
 
 
 if __name__ == "__main__":

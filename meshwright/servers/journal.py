@@ -47,7 +47,7 @@ class Journal:
             server.settle(pushed)
             self._snapshot(server)
             self._written_down()
-        server.catch_up()
+        server.apply()
         return server
 
     def _repeat(self, path: Path, server: Server) -> int:

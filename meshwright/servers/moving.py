@@ -32,7 +32,7 @@ def use_servers(
     """Spread a job over `servers`, whose processes are there; the new map. Pulls go on meanwhile, pushes wait. Not from
     the thread of a worker: its push may be waited for. The first server of the job stays. Raises ServerError if blocks
     are moving already. `mover`: who moves them; one that is killed may begin again under the same name."""
-    first, mover = min(declare.map.servers), mover or uuid.uuid4().hex
+    first, mover = declare.map.first, mover or uuid.uuid4().hex
     if first not in servers:
         raise ServerError(
             f"server {first} is left out", why="it is the one that all workers ask for the newest map"

@@ -34,7 +34,7 @@ class Server(State):
     def answer(self, request: m.Request, tensors: m.Tensors) -> Reply:
         """The answer to a request. A request that is refused changes nothing. Values in step may be the server's own
         tensors, which it changes with the worker's next push."""
-        self.catch_up()
+        self.apply()  # what a commit has left
         try:
             match request:
                 case m.Declare():
@@ -139,7 +139,7 @@ class Server(State):
         elif self.clocks.of[request.worker] > begins:
             return m.Joined(self.clocks.of[request.worker], self.began.steps if self.began else 0)
         self.clocks.join(request.worker, begins)
-        self._apply()
+        self.apply()
         return m.Joined(begins, self.began.steps if self.began else 0)
 
     def _leave(self, worker: int) -> None:
@@ -149,7 +149,7 @@ class Server(State):
         self.prepared.pop(worker, None)
         self.clocks.leave(worker)
         self.copy.forget(worker)
-        self._apply()
+        self.apply()
 
     def _deal(self, request: m.Deal) -> m.Answer:
         self.check_model(request.model)
@@ -235,7 +235,7 @@ class Server(State):
             self.prepared[request.worker] = Prepared(clock, gradients)
         else:
             self._count(request.worker, gradients)
-            self._apply()
+            self.apply()
         return m.Done()
 
     def _commit(self, request: m.Commit) -> m.Answer:
@@ -251,8 +251,8 @@ class Server(State):
             raise ServerError(f"step {request.clock} of worker {request.worker} is not prepared")
         del self.prepared[request.worker]
         self._count(request.worker, push.gradients)
-        if self.number != self.first:
-            self._apply()
+        if self.number != self.map.first:
+            self.apply()
         return m.Done()  # the first one updates with the next request, when the others hear of it
 
     def settle(self, pushed: Mapping[int, int]) -> None:
@@ -302,12 +302,7 @@ class Server(State):
             check_change(stored.parameter, known, options)
         return Gradients(request.weight, dense, rows, request.options)
 
-    def catch_up(self) -> None:
-        """Apply what a commit has left to the next request."""
-        if self.rounds:
-            self._apply()
-
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Apply the rounds that are complete, the oldest first."""
         while self.rounds and self.complete(number := min(self.rounds)):
             if self.limit is not None and self.norm[0] < number:
@@ -357,7 +352,7 @@ class Server(State):
         if not self.complete(request.clock):
             raise ServerError(f"the norm of step {request.clock}", why="not all workers have pushed it")
         self.norm = request.clock, request.norm
-        self._apply()
+        self.apply()
         return m.Done()
 
 

@@ -218,13 +218,14 @@ class Serving:
         """Begin to ask the first server about the push that a lost worker has prepared. Under the lock."""
         if worker not in self._asking:
             self._asking.add(worker)
-            threading.Thread(target=self._settled, args=(worker,), name="settle", daemon=True).start()
+            asked = worker, self.server.map.first, m.Leave(self.server.model, worker)
+            threading.Thread(target=self._settled, args=asked, name="settle", daemon=True).start()
 
-    def _settled(self, worker: int) -> None:
-        leave, pushed = m.Leave(self.server.model, worker), None
+    def _settled(self, worker: int, first: int, leave: m.Leave) -> None:
+        pushed = None
         while pushed is None and not self._closed:
             with contextlib.suppress(OSError, EOFError, LaunchError, Malformed, MalformedGreeting):
-                with contextlib.closing(self._meeting.call(self.server.first)) as made:
+                with contextlib.closing(self._meeting.call(first)) as made:
                     send(made, leave, [])
                     answer, _ = receive(made)
                 if isinstance(answer, m.Left | m.Refused):  # refused: that job is over

@@ -76,6 +76,11 @@ class ShardMap(msgspec.Struct, frozen=True):
     servers: tuple[int, ...]
     owners: dict[str, tuple[int, ...]]
 
+    @property
+    def first(self) -> int:
+        """The server that stays, however many there are. Its word decides whether a push counts."""
+        return min(self.servers)
+
     def blocks_of(self, server: int) -> dict[str, tuple[int, ...]]:
         """The blocks of one server, by parameter; parameters of which it has none are left out."""
         found = {n: tuple(b for b, s in enumerate(o) if s == server) for n, o in self.owners.items()}

@@ -67,7 +67,8 @@ class Remote:
         end, down = time.monotonic() + self.patience + busy, time.monotonic() + self.away + busy
         while len(found) < len(requests):
             left = {n: r for n, r in requests.items() if n not in found}
-            for number in self._sent(left):
+            sent = [number for number, (body, tensors) in left.items() if self._send(number, body, tensors)]
+            for number in sent:
                 reply = self._receive(number)
                 if reply is not None and not isinstance(reply[0], m.Wait):
                     found[number] = reply
@@ -81,10 +82,6 @@ class Remote:
             if any(n not in self._open for n in left if n not in found):
                 time.sleep(RETRY_SECONDS)
         return found
-
-    def _sent(self, requests: Requests) -> list[int]:
-        """The servers that were sent their requests."""
-        return [number for number, (body, tensors) in requests.items() if self._send(number, body, tensors)]
 
     def _send(self, number: int, body: m.Request, tensors: m.Tensors) -> bool:
         try:

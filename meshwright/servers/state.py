@@ -74,14 +74,9 @@ class State:
 
     # ---- steps whose pushes are here
 
-    @property
-    def first(self) -> int:
-        """The server whose word decides whether a push counts."""
-        return min(self.map.servers, default=self.number)
-
     def in_doubt(self, worker: int) -> bool:
         """Whether a push of this worker is prepared here, and another server knows whether it counts."""
-        return worker in self.prepared and self.first != self.number
+        return worker in self.prepared and self.map.first != self.number
 
     def complete(self, clock: int) -> bool:
         """Whether all workers have pushed a step, and it can be applied."""

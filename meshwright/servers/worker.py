@@ -67,7 +67,7 @@ class Worker:
         self.transport, self.number = transport, number
         self.parameters = {p.name: p for p in declare.parameters}
         drawn = sum(4 * math.prod(p.shape) for p in declare.parameters if p.start is not None)
-        first = min(declare.map.servers)
+        first = declare.map.first
         if isinstance(transport.ask({first: (m.Look(), [])}, START_SECONDS)[first][0], m.Seen):
             known = ask(transport, {first: (declare, [])}, m.Declared)[first][0]
             declare = structs.replace(declare, map=known.map)
@@ -138,7 +138,7 @@ class Worker:
             )
         request, after = time.time_ns(), self._asked
         message = m.Deal(self.model, self.number, stream, request, after, size, epoch, total)
-        first = min(self.map.servers)
+        first = self.map.first
         gone = False
         while (answer := self.ask_all({first: (message, [])}, m.Dealt)[first][0]).later:
             if not gone:  # the others need not wait for a push of this one
@@ -310,13 +310,12 @@ class Worker:
 
     def _committed(self) -> bool:
         """Let a push count that all servers have prepared; False if blocks have moved meanwhile, and it does not."""
-        servers = sorted(self.map.servers)
-        if len(servers) == 1:
+        if len(self.map.servers) == 1:
             return True
         commit = m.Commit(self.model, self.map.version, self.number, self.clock)
-        if self._moved(self.ask_all({servers[0]: (commit, [])}, m.Done | m.Moved)):
+        if self._moved(self.ask_all({self.map.first: (commit, [])}, m.Done | m.Moved)):
             return False
-        self.ask_all({server: (commit, []) for server in servers}, m.Done)  # all update at once
+        self.ask_all({server: (commit, []) for server in self.map.servers}, m.Done)  # all update at once
         return True
 
     def _pushed(

@@ -15,6 +15,7 @@ from meshwright.servers import of_job
 from meshwright.servers.local import Local
 from meshwright.servers.server import Server
 from tests.launch.conftest import Launches
+from tests.servers.served import Job
 
 
 @pytest.fixture
@@ -22,6 +23,20 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     made = Launches(tmp_path)
     yield made
     made.wait_until_gone()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def start(count: int = 2, every: int = 1 << 30, replicas: int = 0) -> Job:
+        made.append(Job(tmp_path, count, every, replicas))
+        return made[-1]
+
+    yield start
+    for job in made:
+        for server in job.running:
+            server.close()
 
 
 @pytest.fixture

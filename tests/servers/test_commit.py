@@ -23,7 +23,7 @@ from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
 from tests.launch.conftest import Launches, eventually
 from tests.servers.jobs import ROWS, WIDTH, full, job, values
-from tests.servers.test_sockets import Job, jobs, worker  # noqa: F401
+from tests.servers.served import Job, worker
 
 SCRIPT = Path(__file__).with_name("going_on.py")
 STAGES = ("begun", "prepared", "committed on the first", "committed")
@@ -54,17 +54,9 @@ def killed(made: Worker, stage: str) -> None:
         raise Killed
 
     transport.ask = until
-    ones = torch.ones(ROWS, WIDTH)
-    with pytest.raises(Killed):
-        made.push(1.0, {}, {"table": (torch.arange(ROWS), ones)})
-        raise Killed
+    with contextlib.suppress(Killed):
+        made.push(1.0, {}, {"table": (torch.arange(ROWS), torch.ones(ROWS, WIDTH))})
     transport.close()
-
-
-def until_left(job: Job, number: int) -> None:
-    end = time.monotonic() + 30
-    while any(number in each.server.clocks.of for each in job.running) and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("bound", [None, 0])
@@ -74,7 +66,7 @@ def until_left(job: Job, number: int) -> None:
     ids=["", "first", "second", "both", "first-copied", "second-copied"],
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bound):  # noqa: F811
+def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bound):
     monkeypatch.setattr(serving, "GONE_SECONDS", 0.1)
     monkeypatch.setattr(serving, "RESTART_SECONDS", 0.3)
     made: Job = jobs(replicas=replicas)
@@ -84,7 +76,7 @@ def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bo
     for number in kills:
         made.kill(number)
     full(first)  # it is there again, unlike the other one
-    until_left(made, 1)
+    eventually(lambda: not any(1 in each.server.clocks.of for each in made.running), "it has left")
     pushed = [each.server.pushed.get(1, 0) for each in made.running]
     assert pushed == [int(COUNTS[stage])] * 2
     assert not any(each.server.prepared for each in made.running)
@@ -95,7 +87,7 @@ def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bo
     first.leave()
 
 
-def test_a_push_that_counts_is_kept_until_it_is_allowed(jobs, monkeypatch):  # noqa: F811
+def test_a_push_that_counts_is_kept_until_it_is_allowed(jobs, monkeypatch):
     """Who moves blocks has asked all servers to hold before its worker was lost."""
     monkeypatch.setattr(serving, "GONE_SECONDS", 0.1)
     made: Job = jobs()
@@ -109,7 +101,7 @@ def test_a_push_that_counts_is_kept_until_it_is_allowed(jobs, monkeypatch):  # n
     torch.testing.assert_close(full(first)["table"], values("table", range(ROWS)) - 0.1)
 
 
-def test_a_worker_that_comes_again_pushes_again(jobs, monkeypatch):  # noqa: F811
+def test_a_worker_that_comes_again_pushes_again(jobs, monkeypatch):
     """Before anybody has noticed that it was killed."""
     monkeypatch.setattr(serving, "GONE_SECONDS", 30.0)
     made: Job = jobs()

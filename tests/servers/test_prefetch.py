@@ -18,8 +18,8 @@ from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
 from tests.servers.jobs import ROWS, WIDTH, full, job, parameters
+from tests.servers.served import plain, worker
 from tests.servers.test_replicas import is_copied, until
-from tests.servers.test_sockets import jobs, plain, worker  # noqa: F401  (a fixture)
 
 CASES = [("SGD", {"lr": 0.5}, {}), ("SparseAdam", {"lr": 0.1}, {"sparse": True}), ("Adam", {"lr": 0.1}, {})]
 EVENTS = ["read", "use", "push", "other", "move"]
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_servers_that_are_killed_meanwhile(jobs, replicas: int) -> None:  # noqa: F811
+def test_servers_that_are_killed_meanwhile(jobs, replicas: int) -> None:
     """A server that was started again knows no versions of before."""
     running, steps = jobs(replicas=replicas), 30
     made, other = worker(running, 0, 2), worker(running, 1, 2)

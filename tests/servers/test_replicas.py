@@ -16,7 +16,7 @@ from meshwright.servers.in_folder import InFolder
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import receive, send
 from tests.servers.jobs import full
-from tests.servers.test_sockets import LIMITS, Job, jobs, plain, train, worker  # noqa: F401  (a fixture)
+from tests.servers.served import LIMITS, Job, plain, train, worker
 
 STEPS, KILLS = 200, 20
 
@@ -34,7 +34,7 @@ def until(found, seconds: float = 60.0) -> None:
 
 
 @LIMITS
-def test_killed_servers_go_on_from_their_copies(jobs, limit):  # noqa: F811
+def test_killed_servers_go_on_from_their_copies(jobs, limit):
     """Twenty kills at any moment while two workers train: to the bit what it is without them."""
     job, chance, done = jobs(replicas=1), random.Random(0), 0
     first = worker(job, 0, 2, limit=limit)
@@ -59,7 +59,7 @@ def test_killed_servers_go_on_from_their_copies(jobs, limit):  # noqa: F811
     assert all(torch.equal(found[name], value) for name, value in plain(STEPS, limit).items())
 
 
-def test_a_server_that_was_started_elsewhere_is_heard_no_more(jobs):  # noqa: F811
+def test_a_server_that_was_started_elsewhere_is_heard_no_more(jobs):
     job = jobs(replicas=1)
     made = worker(job, 0, 1)
     train(made, 2)

@@ -11,8 +11,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,82 +26,13 @@ from meshwright.servers import messages as m
 from meshwright.servers import serving, snapshots
 from meshwright.servers.counts import Counts
 from meshwright.servers.in_folder import InFolder, running
-from meshwright.servers.journal import Journal
 from meshwright.servers.places import LAUNCHER, PREFIX
 from meshwright.servers.server import Server
-from meshwright.servers.serving import Serving
 from meshwright.servers.shards import Parameter, spread
 from meshwright.servers.sockets import Remote, receive, send
-from meshwright.servers.worker import Worker
-from tests.servers.jobs import ROWS, WIDTH, full, parameters, values
+from tests.servers.jobs import ROWS, WIDTH, full
 from tests.servers.jobs import job as local_job
-
-
-class Job:
-    """Servers in a folder, each with a journal or with a copy on another one, which may be killed and started again."""
-
-    def __init__(self, folder: Path, count: int, every: int, replicas: int) -> None:
-        self.folder, self.every, self.replicas = folder, every, replicas
-        InFolder(folder).begin(count, "")
-        self.running = [self.started(n) for n in range(count)]
-
-    def started(self, number: int) -> Serving:
-        if self.replicas:
-            met = InFolder(self.folder)
-            made = Serving(Server(number, lost=met.been(number)), met, replicas=1)
-        else:
-            journal = Journal(self.folder / "state" / str(number), number, self.every)
-            made = Serving(journal.server(), InFolder(self.folder), journal)
-        threading.Thread(target=made.run, daemon=True).start()
-        return made
-
-    def kill(self, number: int) -> None:
-        """End a server with all that it has not written, and start it again."""
-        self.running[number].close()
-        self.running[number] = self.started(number)
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
-    def start(count: int = 2, every: int = 1 << 30, replicas: int = 0) -> Job:
-        made.append(Job(tmp_path, count, every, replicas))
-        return made[-1]
-
-    yield start
-    for job in made:
-        for server in job.running:
-            server.close()
-
-
-LIMITS = pytest.mark.parametrize("limit", [None, m.Limit(1.0, outside=False)], ids=["", "clipped"])
-
-
-def worker(
-    job: Job,
-    number: int,
-    workers: int,
-    name: str = "Adam",
-    bound: int | None = 0,
-    limit: m.Limit | None = None,
-) -> Worker:
-    given = parameters(name, {"lr": 0.1})
-    declare = m.Declare("job", given, spread(given, range(len(job.running))), bound, workers, limit=limit)
-    made = Worker(Remote(InFolder(job.folder), 30, 10), number, declare)
-    if number == 0:
-        made.fill(values)
-    made.join()
-    return made
-
-
-def train(made: Worker, steps: int, before: Callable[[int], Any] = lambda _: None) -> None:
-    order = torch.Generator().manual_seed(made.number)
-    for step in range(steps):
-        before(step)
-        ids = torch.randint(0, ROWS, (5,), generator=order)
-        held = made.pull(("weight",), {"table": ids})
-        made.push(5.0, {"weight": held["weight"].sin()}, {"table": (ids, held["table"].cos())})
+from tests.servers.served import LIMITS, plain, train, worker
 
 
 @LIMITS
@@ -150,17 +79,6 @@ def test_no_server_has_a_part_of_a_push_while_another_one_is_away(jobs, monkeypa
     made.push(1.0, {"weight": pulled["weight"]})
     assert heard == [{0: 0}]
     assert [dict(each.server.clocks.of) for each in job.running] == [{0: 1}, {0: 1}]
-
-
-def plain(steps: int, limit: m.Limit | None = None) -> dict[str, torch.Tensor]:
-    """The same on servers in this process."""
-    _, workers = local_job(2, workers=2, given=parameters("Adam", {"lr": 0.1}), limit=limit)
-    threads = [threading.Thread(target=train, args=(each, steps)) for each in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return full(workers[0])
 
 
 def test_what_was_half_written_is_dropped(jobs, tmp_path):

@@ -27,7 +27,7 @@ from meshwright.servers.worker import Worker
 from tests.launch.conftest import Launches, eventually
 from tests.scheduler.serving import serving
 from tests.servers.jobs import full, parameters, values
-from tests.servers.test_sockets import jobs, train, worker  # noqa: F401  (a fixture)
+from tests.servers.served import train, worker
 
 SCRIPT, PORT = Path(__file__).with_name("taking_over.py"), 29485
 KEY = {"MESHWRIGHT_SECRET": "the secret of a job that is tested", "OMP_NUM_THREADS": "1"}
@@ -111,7 +111,7 @@ def test_servers_of_a_machine_that_comes_again_come_home(tmp_path: Path) -> None
             met.close()
 
 
-def test_workers_of_before_are_not_waited_for(jobs) -> None:  # noqa: F811
+def test_workers_of_before_are_not_waited_for(jobs) -> None:
     """All were started again, but for one that came late: nobody waits until connections to a lost machine close."""
     job = jobs(1)
     first = worker(job, 0, 1)
@@ -128,7 +128,7 @@ def test_workers_of_before_are_not_waited_for(jobs) -> None:  # noqa: F811
     assert set(server.clocks.of) == {0, LATE_WORKERS}
 
 
-def test_workers_of_a_lost_machine_are_not_waited_for(jobs, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
+def test_workers_of_a_lost_machine_are_not_waited_for(jobs, tmp_path: Path, monkeypatch) -> None:
     """A server that another machine starts has been told which they are, and waits a minute for the others."""
     with serving() as (place, _):
         place.write(tmp_path / FILE)
@@ -153,7 +153,7 @@ def _in(declare: m.Declare, life: int) -> m.Declare:
     return m.Declare(declare.job, declare.parameters, declare.map, declare.bound, declare.workers, life=life)
 
 
-def test_an_empty_folder_takes_what_the_copy_has(jobs, tmp_path: Path) -> None:  # noqa: F811
+def test_an_empty_folder_takes_what_the_copy_has(jobs, tmp_path: Path) -> None:
     """A machine in the place of a lost one: its folder has nothing, and from here on what the server has."""
     job = jobs(replicas=1)
     made = worker(job, 0, 1)
