@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables.
 
-python -m bench                       all of them
+python -m bench                       those of the next line and collectives
 python -m bench dp tp zero1 zero3 one steps against the same scheme by hand
 python -m bench start                 a script to its first step, and a small step, against DDP
 python -m bench collectives           gloo on this machine
@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,96 +42,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import recompute, search, techniques
 from bench.steps import RANKS, TITLES, Measured, measure
 
+# Those that are modules with options of their own.
+OWN = (
+    "gpu", "guards", "interleave", "joint", "one-rank", "pipeline", "planned", "predict", "ps", "ps-prefetch",
+    "ps-tables", "published", "recompute", "recovery", "search", "start", "state", "techniques",
+)  # fmt: skip
 console = Console(width=max(118, Console().width), highlight=False)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["search"]:
-        search.main(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["joint"]:
-        from bench.joint import main as joint
-
-        joint(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["planned"]:
-        from bench.planned import main as planned
-
-        planned(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["published"]:
-        from bench.published import main as published
-
-        published(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["start"]:
-        from bench.start import main as start
-
-        start(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["one-rank"]:
-        from bench.one_rank import main as one_rank
-
-        one_rank(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["ps"]:
-        from bench.ps import main as ps
-
-        ps()
-        return
-    if sys.argv[1:2] == ["ps-prefetch"]:
-        from bench.ps_prefetch import main as ps_prefetch
-
-        ps_prefetch()
-        return
-    if sys.argv[1:2] == ["ps-tables"]:
-        from bench.ps_tables import main as ps_tables
-
-        ps_tables()
-        return
-    if sys.argv[1:2] == ["guards"]:
-        from bench.guards import main as guards
-
-        guards()
-        return
-    if sys.argv[1:2] == ["state"]:
-        from bench.state import main as state
-
-        state(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["recovery"]:
-        from bench.recovery import main as recovery
-
-        recovery(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["predict"]:
-        from bench.predict import main as predict
-
-        predict(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["gpu"]:
-        from bench.gpu import main as gpu
-
-        sys.exit(gpu(sys.argv[2:]))
-    if sys.argv[1:2] == ["interleave"]:
-        from bench.interleave import main as interleave
-
-        interleave(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["recompute"]:
-        recompute.main(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["pipeline"]:
-        from bench.pipeline import main as pipeline
-
-        pipeline(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["techniques"]:
-        techniques.main(sys.argv[2:])
-        return
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # its jobs end with it, as by Ctrl-C
+    if sys.argv[1:] and sys.argv[1] in OWN:
+        own = importlib.import_module(f"bench.{sys.argv[1].replace('-', '_')}")
+        sys.exit(own.main(sys.argv[2:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,8 +5,9 @@ python -m bench guards                one rank, one thread, float32 on the CPU
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def seconds(call: Callable[[], object], rounds: int) -> float:
     return min(found)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     torch.set_num_threads(1)
     table = Table("model", "modules", "guards", "step", "share", title="guards at each call")
     for name, build in MODELS.items():

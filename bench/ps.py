@@ -6,6 +6,7 @@ it is installed, Ray move the same bytes in the same run.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -236,7 +237,8 @@ def others() -> None:
         subprocess.run([sys.executable, "-m", "bench.ps_ray"], check=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     torch.set_num_threads(1)
     dense("one server")
     with tempfile.TemporaryDirectory() as state:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -78,7 +79,8 @@ def run(ids: Ids, work_seconds: float, nodes: Nodes | None = None) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     torch.set_num_threads(1)
     for ids in (skewed, uniform):
         for work_seconds in (0.0, 0.1):

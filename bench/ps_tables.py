@@ -6,10 +6,12 @@ Each size runs data parallel, by the plan of `auto`, and with two servers, in tu
 
 from __future__ import annotations
 
+import argparse
 import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import meshwright as mw
@@ -26,7 +28,8 @@ WAYS = ("data_parallel", "auto", "servers")
 ROUNDS = 3
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     print(f"milliseconds a step of two ranks, median of {ROUNDS} runs; predicted for auto and servers")
     print(f"{'rows':>10} {'batch':>6} " + " ".join(f"{way:>14}" for way in WAYS) + "   predicted     remark")
     for rows, examples in SIZES:
