@@ -156,7 +156,9 @@ class Operator:
 
     async def turn(self, namespace: str, name: str, followed: Followed) -> float | bool | None:
         """Look at a job once. Returns when to look again, None: at the next event, False: never, it is gone."""
-        object = await self.api.job(namespace, name)
+        object, found = await asyncio.gather(
+            self.api.job(namespace, name), self.api.pods(namespace, f"{p.JOB}={name}")
+        )
         if object is None:
             await self._end_pods(namespace, name, followed.uid)
             return False
@@ -173,7 +175,6 @@ class Operator:
         ):  # pods that run already keep what they have
             job = await self._with_known_fields(job, job.spec)
         job = replace(job, refused=followed.refused)
-        found = await self.api.pods(namespace, f"{p.JOB}={name}")
         pods = [observed.pod(pod, job.owner.uid) for pod in found]
         lost: dict[str, float] = {}
         for node in observed.unsure(pods):
@@ -188,13 +189,16 @@ class Operator:
         status = decision.status
         if followed.refused:
             status = refused(status, followed.refused, time.time())
-        await self._write(object, status)
+        changed = await self._write(object, status)
         try:
             await self._do(job, decision)
         except Refused as error:
             followed.refused, followed.retry_at = str(error), time.time() + RETRY_SECONDS[-1]
             await self._say(namespace, name, str(error))
             return followed.retry_at
+        finally:
+            if changed:
+                await self._warn(object, status)
         if followed.refused:
             followed.refused = ""
             return time.time()
@@ -262,15 +266,19 @@ class Operator:
         object = await self.api.job(namespace, name)
         if object is None:
             return
-        job = observed.job(object)
-        await self._write(object, refused(job.status, message, time.time()))
+        status = refused(observed.job(object).status, message, time.time())
+        if await self._write(object, status):
+            await self._warn(object, status)
 
-    async def _write(self, object: Any, status: r.Status) -> None:
-        """Write the status, if it has changed, and make events of what has become worse."""
+    async def _write(self, object: Any, status: r.Status) -> bool:
+        """Write the status, if it has changed; returns whether it has."""
         new, old = msgspec.to_builtins(status), object.get("status") or {}
-        if new == old:
-            return
-        await self.api.write_status(object, new)
+        if new != old:
+            await self.api.write_status(object, new)
+        return new != old
+
+    async def _warn(self, object: Any, status: r.Status) -> None:
+        """Make events of what has become worse."""
         for reason, message in warnings(observed.job(object).status, status):
             try:
                 await self.api.warn(object, reason, message)
@@ -315,14 +323,17 @@ class Operator:
         self, job: records.Job, pods: list[d.Pod], followed: Followed
     ) -> tuple[records.Job, float | None]:
         """The job with the step, the loss and the attempt that the log of its first worker names, and when to read it
-        again."""
+        again: somewhat later while a pod has to be replaced, which should not wait for a log."""
         worker, wanted = r.WORKER.lower(), ("Running", "Succeeded")
         own = [pod for pod in pods if (pod.role, pod.index, pod.round) == (worker, 0, job.status.round)]
         first = next((pod for pod in own if pod.phase in wanted), None)
         if first is None or job.status.completion_time:
             return job, None
-        if first.phase == "Running" and time.time() < followed.read_at + PROGRESS_SECONDS:
-            return job, followed.read_at + PROGRESS_SECONDS
+        if first.phase == "Running":
+            replaces = any(pod.phase == "Failed" and not pod.deleting for pod in pods)
+            again = followed.read_at + PROGRESS_SECONDS * (2 if replaces else 1)
+            if time.time() < again:
+                return job, again
         followed.read_at = time.time()
         try:
             text = await self.api.log(job.owner.namespace, first.name, LOG_LINES)
