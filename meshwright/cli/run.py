@@ -166,6 +166,14 @@ def run(
             rich_help_panel=SEVERAL,
         ),
     ] = None,
+    no_scheduler: Annotated[
+        bool,
+        typer.Option(
+            "--no-scheduler",
+            help="Never start the scheduler: wait for the one that meshwright scheduler starts at --master.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = False,
     stop_alone: Annotated[
         bool,
         typer.Option(
@@ -237,11 +245,13 @@ def run(
         last_call_seconds=duration(last_call, "--last-call"),
         silent_seconds=duration(node_time_out or ("30" if replicas in ("", "0") else "9"), "--node-time-out"),
         stops_alone=stop_alone,
+        starts_scheduler=not no_scheduler,
     )
-    if stop_alone and nodes is None:
-        raise LaunchError(
-            "--stop-alone on one machine", why="it is about the other machines", hint="leave it out"
-        )
+    for option, given in (("--stop-alone", stop_alone), ("--no-scheduler", no_scheduler)):
+        if given and nodes is None:
+            raise LaunchError(
+                f"{option} on one machine", why="it is about several machines", hint="leave it out"
+            )
     if nodes is None and add_to is None and (outer := one_of_several(os.environ)) is not None:
         print(
             f"{outer.launcher} has started {outer.world} launchers, and each runs a job of its own; for one job: "

@@ -9,7 +9,7 @@ from meshwright.k8s import resource as r
 
 # Options without a value: without this list, the script is not known from the value of an option before it.
 FLAGS = frozenset(
-    "--module --background --join --dry-run --resume-state --stop-alone --insecure --help".split()
+    "--module --background --join --dry-run --resume-state --stop-alone --no-scheduler --insecure --help".split()
 )
 SHORT = {"m": "--module", "n": "--nproc"}
 ENDS = "the launcher would return at once, and the job end without training"
@@ -29,6 +29,7 @@ OURS = {
     "--cluster-time-out": "pods wait for each other until they are there",
     "--last-call": "pods wait for each other until they are there",
     "--stop-alone": "the operator sets it",
+    "--no-scheduler": "the operator sets it",
     "--max-restarts": "backoffLimit says it",
     "--grace": "it follows workers.pod.terminationGracePeriodSeconds",
     "--secret": TRUST,

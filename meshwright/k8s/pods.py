@@ -232,7 +232,8 @@ def worker(owner: Owner, spec: r.Spec, round: int, index: int, place: Place, aga
         command += ["--add-to", at, "--node-rank", str(index), "--on-failure", "continue"]
     else:
         command += ["--nnodes", str(of.replicas), "--node-id", str(index), "--master", at]
-        command += ["--cluster-time-out=-1", "--stop-alone"]
+        # with hostNetwork, a worker may have the address of the scheduler's pod
+        command += ["--cluster-time-out=-1", "--stop-alone", "--no-scheduler"]
     command += ["--max-restarts", str(spec.backoff_limit), "--grace", str(_grace(of))]
     env = [{"name": "MS_SERVER_NUM", "value": str(place.servers)}] if place.servers else []
     name = worker_name(owner.name, index)

@@ -32,7 +32,7 @@ class Nodes:
     in the environment, `insecure` has to be said. `wait_seconds`: for the other nodes, negative for ever.
     `last_call_seconds`: so long the start waits for more nodes than `count`. `stops_alone`: a signal to this one does
     not end the job, which waits for it to come again, as often as it may restart. `silent_seconds`: after which one
-    is lost, to a scheduler that machine 0 starts."""
+    is lost, to a scheduler that machine 0 starts. `starts_scheduler`: if this machine is the one to have it."""
 
     count: int
     host: str
@@ -48,6 +48,7 @@ class Nodes:
     most: int = 0
     last_call_seconds: float = LAST_CALL_SECONDS
     silent_seconds: float = SILENT_SECONDS
+    starts_scheduler: bool = True
 
     @property
     def master(self) -> str:
@@ -275,8 +276,9 @@ def is_here(host: str, port: int) -> bool:
 
 
 def has_scheduler(nodes: Nodes) -> bool:
-    """Return whether the scheduler belongs on this machine: it is number 0, or has no number and the address."""
-    return nodes.index == 0 or (nodes.index < 0 and is_here(nodes.host, nodes.port))
+    """Return whether this machine starts the scheduler: it is number 0, or has no number and the address."""
+    here = nodes.index == 0 or (nodes.index < 0 and is_here(nodes.host, nodes.port))
+    return nodes.starts_scheduler and here
 
 
 def trusted(nodes: Nodes) -> str:

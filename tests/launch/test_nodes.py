@@ -8,7 +8,15 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import bind
-from meshwright.launch.nodes import Nodes, check_nodes, from_environment, master, placed, trusted
+from meshwright.launch.nodes import (
+    Nodes,
+    check_nodes,
+    from_environment,
+    has_scheduler,
+    master,
+    placed,
+    trusted,
+)
 
 NOTHING = dict.fromkeys(("nproc", "nnodes", "world", "index", "master_at", "id"))
 
@@ -62,6 +70,13 @@ def test_ranks_of_uneven_nodes() -> None:
 def test_what_cannot_be_is_refused(typed: dict[str, str], what: str) -> None:
     with pytest.raises(LaunchError, match=what):
         placed({}, **{**NOTHING, **typed})
+
+
+def test_which_machine_starts_the_scheduler() -> None:
+    assert has_scheduler(Nodes(2, "127.0.0.1")) and has_scheduler(Nodes(2, "node0", index=0))
+    assert not has_scheduler(Nodes(2, "127.0.0.1", index=1))
+    assert not has_scheduler(Nodes(2, "127.0.0.1", starts_scheduler=False))
+    assert not has_scheduler(Nodes(2, "127.0.0.1", index=0, starts_scheduler=False))
 
 
 def test_environments_that_are_half_set_or_contradict_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

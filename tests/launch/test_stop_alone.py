@@ -49,17 +49,11 @@ def test_a_machine_that_is_stopped_alone_may_come_again(tmp_path: Path) -> None:
             return process
 
         def worker(number: int) -> subprocess.Popen[bytes]:
-            options = ["--master", master, "--node-id", str(number), "--stop-alone"]
+            options = ["--master", master, "--node-id", str(number), "--stop-alone", "--no-scheduler"]
             return start(*begin, "run", *more, *options, str(script))
 
-        def listens() -> bool:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                return True
-            return False
-
-        start(*scheduler)
-        eventually(listens, "the scheduler listens: else a worker starts one, which ends with it")
         workers = [worker(0), worker(1)]
+        start(*scheduler)
         eventually(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-1").exists(), "both ranks run")
         workers[1].send_signal(signal.SIGTERM)
         assert workers[1].wait(60) == 128 + signal.SIGTERM
@@ -90,10 +84,11 @@ def test_who_is_stopped_alone_does_not_wait_for_a_scheduler_that_is_away(
     assert (len(calls) == 1) == alone
 
 
-def test_alone_on_one_machine_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--stop-alone", "--no-scheduler"])
+def test_what_is_about_several_machines_is_refused_on_one(tmp_path: Path, option: str) -> None:
     from typer.testing import CliRunner
 
     from meshwright.cli import app
 
-    done = CliRunner().invoke(app, ["run", "--stop-alone", str(tmp_path / "x.py")])
+    done = CliRunner().invoke(app, ["run", option, str(tmp_path / "x.py")])
     assert isinstance(done.exception, LaunchError) and "on one machine" in done.exception.what
