@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from meshwright.predict.goodput import Failures, Goodput, Running
 
 SAYS = {
-    "continue": "replicas that are left go on",
-    "replan": "planned again on the ranks that are left",
+    "continue": "the remaining replicas continue",
+    "replan": "the remaining ranks get a new plan",
     "restart": "all restart from a checkpoint",
 }
 
