@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,13 @@ from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.core.type_guards import is_number, is_whole
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import CaptureError, PlanError, RunError, a_type, path_from
+from meshwright.errors import CaptureError, PlanError, RunError, ServerError, a_type, path_from
 from meshwright.model_checks import check_model, check_unwrapped
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
 from meshwright.runtime.rendezvous import check_world
 from meshwright.search.wanted import MeshLike, mesh_from
+from meshwright.servers.places import JOINS
 
 
 def check_beside(plan: object, given: Mapping[str, Any]) -> None:
@@ -42,6 +44,18 @@ def check_ranks(plan: Plan | None, mesh: MeshLike, cluster: Cluster | None, aske
         check_world(given if plain else meshes(given, asked, total=total).world)
     elif cluster is not None:
         check_world(cluster.mesh)
+
+
+def check_shared(name: str) -> None:
+    """Raise ServerError for a step without parameters on servers, where these are all that workers share."""
+    if os.environ.get(JOINS):
+        raise ServerError(
+            f"mw.{name} by a worker that comes while others train",
+            why="such workers share what is on servers, and this step has nothing there: each would train a model of "
+            "its own",
+            hint="mw.parameter_server(…), with batches by step.samples(…); or start all workers together: without "
+            "--add-to, on Kubernetes without independent",
+        )
 
 
 def check_capturable(model: Any) -> None:

@@ -21,7 +21,7 @@ from meshwright.agreement import source_of
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
 from meshwright.errors import RunError, StrategyError, did_you_mean
-from meshwright.input_checks import check_numbers, check_switches
+from meshwright.input_checks import check_numbers, check_shared, check_switches
 from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
 from meshwright.model_checks import check_model
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
@@ -284,6 +284,7 @@ def manual_step(
 
     Raises StrategyError for a pattern that matches nothing.
     """
+    check_shared("manual_step")
     check_model(model)
     source_of(broadcast)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -45,6 +45,7 @@ from meshwright.input_checks import (
     check_numbers,
     check_random,
     check_ranks,
+    check_shared,
     check_switches,
     check_trains,
     plan_from,
@@ -209,6 +210,7 @@ def train_step(
     if mode == MODE:
         return step_on_servers(locals(), inspect.signature(train_step))
     check_staleness(staleness, mode)
+    check_shared("train_step")
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
     check_numbers(clip_norm, seed, bucket_bytes)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.errors import BatchError, RunError
+from meshwright.errors import BatchError, RunError, ServerError
+from meshwright.servers.places import JOINS
 from tests.bad_input.wrong import built, fresh
 
 HERE = Path(__file__).name
@@ -34,6 +35,19 @@ def test_a_plan_for_more_ranks_than_were_launched_is_refused_before_anything_sta
     with pytest.raises(RunError, match=r"4 ranks \(dp=2 × tp=2\), 1 was launched") as caught:
         mw.train_step(model, sgd, batch, loss=loss, plan=plan)
     assert "--nproc 4" in caught.value.hint and not dist.is_initialized()
+
+
+def test_a_step_that_shares_nothing_with_the_workers_it_comes_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them would train a model of its own: `meshwright run --add-to`, `independent` on Kubernetes."""
+    monkeypatch.setenv(JOINS, "1")
+    model, batch, loss = built()
+    with pytest.raises(ServerError, match=r"mw\.train_step by a worker that comes while others train"):
+        mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+    with pytest.raises(ServerError, match=r"mw\.manual_step by a worker that comes while others train"):
+        mw.manual_step(model, sgd, loss=loss, mesh=1)
+    assert not dist.is_initialized()
 
 
 def test_a_plan_for_fewer_ranks_than_were_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
