@@ -76,6 +76,16 @@ def _check_role(name: str, role: r.Role) -> None:
                 why="the operator sets it",
                 hint="image and command of the job; other fields of a pod and its container stay as they are given",
             )
+    variables = role.container.get("env")
+    for number, variable in enumerate(variables if isinstance(variables, list) else ()):
+        value = variable.get("value", "") if isinstance(variable, dict) else ""
+        if not isinstance(value, str):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise LaunchError(
+                f"{name}.container.env[{number}].value is {shown}",
+                why="values of variables are strings",
+                hint=f'value: "{shown}"',
+            )
     for field, given in (("labels", role.metadata.labels), ("annotations", role.metadata.annotations)):
         if wrong := [key for key in given if key.startswith(f"{r.GROUP}/") or key in OURS_IN_METADATA]:
             raise LaunchError(

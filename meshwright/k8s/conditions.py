@@ -40,6 +40,7 @@ def warnings(before: r.Status, after: r.Status) -> list[tuple[str, str]]:
         for c in after.conditions
         if old.get(c.type) != (c.status, c.reason, c.message)
         and (c.status == BAD.get(c.type) or c.reason in BAD_REASONS)
+        and c.message
     ]
 
 
@@ -77,7 +78,7 @@ def how(pod: Pod, gone: Collection[str]) -> str:
     if pod.uid in gone:
         return f"its node {pod.node} is lost"
     if pod.exit_code is None:
-        return pod.reason or ("it is being deleted" if pod.deleting else "its pod failed")
+        return pod.reason or ("its pod was deleted" if pod.deleting else "its pod failed")
     signal = f", signal {pod.exit_code - SIGNALS}" if pod.exit_code > SIGNALS else ""
     return f"exit code {pod.exit_code}{signal}" + (f" ({pod.reason})" if pod.reason else "")
 

@@ -147,18 +147,20 @@ def _in_round(
     needed = 0 if lost_server else s.needed(spec, status)
     mine = [*wanted_ones, *(pod for pod in servers.values() if pod.index < needed)]
     failed = [pod for pod in mine if _to_replace(pod, gone)]
+    # a pod that somebody deletes, as to drain its node, is no failure, whether it is seen to end or not
     why = [
         (pod.uid, f"{pod.name}: {how(pod, gone)}")
         for pod in failed
-        if pod.uid not in status.counted and not pod.evicted
+        if pod.uid not in status.counted and not pod.evicted and (pod.uid in gone or not pod.deleting)
     ]
-    anew = _scheduler_lost(spec, status, scheduler, workers, gone) or lost_server
+    anew = _scheduler_lost(spec, status, scheduler, workers, gone) or lost_server or _secret_lost(job, mine)
     if anew:
         why = [("", anew), *why]
     requeued = queue.requeued(spec, wanted_ones, gone)
     status = restarted(status, why, {pod.uid for pod in own}, now)
     if status.restarts > spec.backoff_limit:
-        text = f"{status.restarts} restarts, backoffLimit is {spec.backoff_limit}; {why[0][1] if why else ''}"
+        status = replace(status, restarts=spec.backoff_limit)  # the last failure restarts nothing
+        text = f"no restart is left, backoffLimit is {spec.backoff_limit}; {why[0][1] if why else ''}"
         failure: tuple[Truth, str, str] = ("True", "BackoffLimitExceeded", text.rstrip("; "))
         status = _over(spec, status, "Failed", now, Failed=failure, Running=("False", "Failed", ""))
         return _after_the_end(spec, status, pods, lost, now)
@@ -203,9 +205,11 @@ def _created(
         return status, [CreateShared(status.round), CreateScheduler(status.round)] if free else []
     if not scheduler.address or scheduler.phase in DONE:
         return status, []
+    shared = [] if job.has_service else [CreateShared(status.round, service=True)]
     place = p.Place(address=scheduler.address, servers=status.servers.first)
     up = len(workers) == spec.workers.replicas and all(w.phase == "Running" for w in workers.values())
     status, actions = s.changed(job, spec, status, place, servers, move, taken, up)
+    actions = [*shared, *actions]
     if not s.ready(spec, status, servers) and not workers:
         return status, actions
     there = {
@@ -269,6 +273,14 @@ def _scheduler_lost(
     if scheduler.phase == "Succeeded" and missing:
         return "the scheduler has ended before all workers had"
     return ""
+
+
+def _secret_lost(job: Job, pods: Sequence[Pod]) -> str:
+    """Why a pod cannot start, if somebody has deleted the job's secret. Pods that run have it, and another one would
+    not let a new pod join them."""
+    name = p.secret_name(job.owner)
+    lost = any(pod.phase == "Pending" and f'"{name}" not found' in pod.reason for pod in pods)
+    return f"the secret {name} was deleted" if lost else ""
 
 
 def _counted(

@@ -156,8 +156,10 @@ class Operator:
 
     async def turn(self, namespace: str, name: str, followed: Followed) -> float | bool | None:
         """Look at a job once. Returns when to look again, None: at the next event, False: never, it is gone."""
-        object, found = await asyncio.gather(
-            self.api.job(namespace, name), self.api.pods(namespace, f"{p.JOB}={name}")
+        object, found, service = await asyncio.gather(
+            self.api.job(namespace, name),
+            self.api.pods(namespace, f"{p.JOB}={name}"),
+            self.api.service(namespace, name),
         )
         if object is None:
             await self._end_pods(namespace, name, followed.uid)
@@ -174,7 +176,8 @@ class Operator:
             job.spec, job.status
         ):  # pods that run already keep what they have
             job = await self._with_known_fields(job, job.spec)
-        job = replace(job, refused=followed.refused)
+        named = service is not None and observed.owner_of(service) in ("", job.owner.uid)
+        job = replace(job, refused=followed.refused, has_service=named)
         pods = [observed.pod(pod, job.owner.uid) for pod in found]
         lost: dict[str, float] = {}
         for node in observed.unsure(pods):
@@ -221,7 +224,8 @@ class Operator:
                 case records.CreateShared() if spec is not None:
                     await self._make_room(owner)
                     for shared in p.shared(owner, spec, action.round, secrets.token_urlsafe(32)):
-                        await self.api.create(shared)
+                        if not action.service or shared["kind"] == "Service":
+                            await self.api.create(shared)
                 case records.CreatePlanner() if job.spec is not None:
                     made.append(p.planner(owner, job.spec, action.cluster))
                 case records.CreateScheduler() if spec is not None:
@@ -311,8 +315,7 @@ class Operator:
 
     async def _with_words(self, namespace: str, pod: d.Pod) -> d.Pod:
         """A worker with the end of its log, if its script has failed."""
-        code = pod.exit_code or 0
-        if pod.role != r.WORKER.lower() or pod.phase != "Failed" or not 0 < code < SIGNALS:
+        if pod.role != r.WORKER.lower() or not _by_itself(pod):
             return pod
         try:
             return replace(pod, said=observed.last_lines(await self.api.log(namespace, pod.name, LOG_LINES)))
@@ -324,9 +327,9 @@ class Operator:
     ) -> tuple[records.Job, float | None]:
         """The job with the step, the loss and the attempt that the log of its first worker names, and when to read it
         again: somewhat later while a pod has to be replaced, which should not wait for a log."""
-        worker, wanted = r.WORKER.lower(), ("Running", "Succeeded")
+        worker = r.WORKER.lower()
         own = [pod for pod in pods if (pod.role, pod.index, pod.round) == (worker, 0, job.status.round)]
-        first = next((pod for pod in own if pod.phase in wanted), None)
+        first = next((pod for pod in own if pod.phase in ("Running", "Succeeded") or _by_itself(pod)), None)
         if first is None or job.status.completion_time:
             return job, None
         if first.phase == "Running":
@@ -345,6 +348,11 @@ class Operator:
         if (begun := observed.attempt(text)) is not None:
             status = replace(status, attempt=begun[0], attempt_after=begun[1])
         return replace(job, status=status), followed.read_at + PROGRESS_SECONDS
+
+
+def _by_itself(pod: d.Pod) -> bool:
+    """Return whether a pod's script has failed, rather than been killed."""
+    return pod.phase == "Failed" and 0 < (pod.exit_code or 0) < SIGNALS
 
 
 def run(namespaces: tuple[str, ...] = (), liveness: str | None = None) -> None:

@@ -20,7 +20,7 @@ class PlanFacts(r.Record, frozen=True, kw_only=True):
 
 class Job(r.Record, frozen=True, kw_only=True):
     """`spec`: None for one that cannot be, and then `problem` says why. `plan`: what was found since the last turn.
-    `refused`: what the API server has said of its pods."""
+    `refused`: what the API server has said of its pods. `has_service`: the one that names its pods."""
 
     owner: p.Owner
     spec: r.Spec | None
@@ -29,6 +29,7 @@ class Job(r.Record, frozen=True, kw_only=True):
     problem: str = ""
     plan: PlanFacts = PlanFacts()
     refused: str = ""
+    has_service: bool = True
 
 
 class Pod(r.Record, frozen=True, kw_only=True):
@@ -56,9 +57,10 @@ class Pod(r.Record, frozen=True, kw_only=True):
 
 
 class CreateShared(r.Record, frozen=True):
-    """The secret and the service, and the group of a round's workers."""
+    """The secret and the service, and the group of a round's workers; or the `service` alone."""
 
     round: int
+    service: bool = False
 
 
 class CreatePlanner(r.Record, frozen=True):

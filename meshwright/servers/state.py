@@ -101,7 +101,8 @@ class State:
         return ServerError(
             f"the values of parameter server {self.number} are lost",
             why="it was started again, and neither a folder nor another server has them",
-            hint="--replicas 1 or --server-state from the beginning; MESHWRIGHT_REPLICAS=1 or MS_RECOVERY_PATH by hand",
+            hint="--replicas 1 or --server-state from the beginning; by hand MESHWRIGHT_REPLICAS=1 or MS_RECOVERY_PATH; on "
+            "Kubernetes servers.copies or servers.state",
         )
 
     def check_model(self, model: str) -> None:

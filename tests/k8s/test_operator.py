@@ -83,6 +83,9 @@ def test_a_spec_that_cannot_be_makes_nothing():
     async def do(server: Any, operator: Operator) -> None:
         await operator.turn("default", "demo", Followed())
         assert "container has image" in str(server.objects[JOB]["status"]["conditions"])
+        server.objects[JOB]["spec"]["workers"]["container"] = {"env": [{"name": "A", "value": 1}]}
+        await operator.turn("default", "demo", Followed())
+        assert 'value: "1"' in str(server.objects[JOB]["status"]["conditions"])
         assert not server.names("pods")
 
     with_job(do, workers={"replicas": 1, "container": {"image": "other"}})

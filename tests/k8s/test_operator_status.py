@@ -119,3 +119,65 @@ def test_what_a_pod_waits_for_is_a_condition(status, says):
         assert condition(server, "Running").get("message", "") == (says and f"demo-worker-1: {says}")
 
     with_job(do)
+
+
+def test_a_pod_that_somebody_deletes_is_replaced_and_not_counted():
+    """However it is seen to end, and also where it is not: an operator cannot see each state between two others."""
+
+    async def do(server: Any, operator: Operator) -> None:
+        await started(server, operator)
+        path = f"{PODS}/demo-worker-1"
+        for seen in ("deleting", "ended", "gone"):
+            uid = server.objects[path]["metadata"]["uid"]
+            if seen == "ended":
+                ended(server, "demo-worker-1", 143, "")
+            if seen != "gone":
+                server.objects[path]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+                await operator.turn("default", "demo", Followed())
+            server.objects.pop(path, None)
+            await started(server, operator)
+            assert server.objects[path]["metadata"]["uid"] != uid
+        status = server.objects[JOB]["status"]
+        assert status.get("restarts", 0) == 0 and status["state"] == "Running" and status["round"] == 1
+        assert not server.names("events")
+
+    with_job(do)
+
+
+def test_the_last_attempt_of_a_script_that_fails_is_there():
+    async def do(server: Any, operator: Operator) -> None:
+        followed = await started(server, operator)
+        ended(
+            server, "demo-worker-0", 1, "rank 0 of 2 failed with exit code 1: E: x\nattempt 2 of 2:\nE: x\n"
+        )
+        await operator.turn("default", "demo", followed)
+        status = server.objects[JOB]["status"]
+        assert (status["state"], status["attempt"]) == ("Failed", "2/2")
+
+    with_job(do)
+
+
+def test_a_service_that_is_deleted_is_made_again_and_a_secret_with_all_pods():
+    async def do(server: Any, operator: Operator) -> None:
+        await started(server, operator)
+        service = "/api/v1/namespaces/default/services/demo"
+        (secret,) = (path for path in server.objects if "/secrets/" in path)
+        kept, pods = server.objects[secret], server.names("pods")
+        del server.objects[service]
+        await started(server, operator)
+        assert service in server.objects and server.objects[secret] == kept
+        assert server.names("pods") == pods and server.objects[JOB]["status"]["round"] == 1
+        del server.objects[secret]
+        await started(server, operator)
+        assert secret not in server.objects, "running pods have it"
+        path = f"{PODS}/demo-worker-1"
+        message = f'secret "{secret.rsplit("/", 1)[1]}" not found'
+        waits = {"phase": "Pending", **waiting(reason="CreateContainerConfigError", message=message)}
+        server.put(path, {**server.objects[path], "status": waits})
+        for _ in range(2):
+            await started(server, operator)
+        status = server.objects[JOB]["status"]
+        assert (status["state"], status["round"], status["restarts"]) == ("Running", 2, 1)
+        assert "was deleted" in status["lastRestart"] and server.objects[secret] != kept
+
+    with_job(do)
