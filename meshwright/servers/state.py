@@ -101,8 +101,8 @@ class State:
         return ServerError(
             f"the values of parameter server {self.number} are lost",
             why="it was started again, and neither a folder nor another server has them",
-            hint="--replicas 1 or --server-state from the beginning; by hand MESHWRIGHT_REPLICAS=1 or MS_RECOVERY_PATH; on "
-            "Kubernetes servers.copies or servers.state",
+            hint="from the beginning --replicas 1 or --server-state; by hand MESHWRIGHT_REPLICAS=1 or "
+            "MS_RECOVERY_PATH; on Kubernetes servers.copies or servers.state",
         )
 
     def check_model(self, model: str) -> None:
