@@ -77,6 +77,8 @@ def convert(
         raise LaunchError(f"cannot read {file}", why=error.strerror or str(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LaunchError(f"{file} is not YAML", why=str(error)) from None
+    if not found:
+        raise LaunchError(f"{file} has no job", hint="a file with kind: MSJob")
     print(as_yaml(*found), end="")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.errors import LaunchError
+from meshwright.errors import LaunchError, did_you_mean
 from meshwright.k8s import checks, fields
 from meshwright.k8s import resource as r
 
@@ -175,7 +175,9 @@ def _words(command: list[Any], where: str) -> tuple[list[str], list[str]]:
         raise LaunchError(
             f"the command of {where} has Python's option {words[0]}",
             why=f"only {', '.join(OPTIONS)} and -m have a counterpart",
-            hint="an environment variable of Python, such as PYTHONOPTIMIZE for -O",
+            hint="a file with that code"
+            if words[0] == "-c"
+            else "an environment variable of Python, such as PYTHONOPTIMIZE for -O",
         )
     if not words:
         raise LaunchError(f"the command of {where} names no script", hint="command: [python, train.py]")
@@ -210,7 +212,10 @@ def _only(of: Iterable[str], known: tuple[str, ...], where: str) -> None:
     for field in of:
         if field not in known:
             why = f"known fields: {', '.join(known)}" if known else "it has no counterpart in a ParallelJob"
-            raise LaunchError(f"{where} has {field}", why=why, hint="leave it out")
+            meant = did_you_mean(field, known)
+            raise LaunchError(
+                f"{where} has {field}", why=why, hint=meant if meant.startswith("did") else "leave it out"
+            )
 
 
 __all__ = ["convert"]

@@ -137,7 +137,7 @@ TEMPLATE = {
     [
         ("kind", "Job", "not an MSJob but 'Job'"),
         ("metadata.name", "wide_deep", "'wide_deep' cannot name"),
-        ("spec.msReplicaSpecs.Wroker", {}, "has Wroker"),
+        ("spec.msReplicaSpecs.Wroker", {}, "has Wroker\n.*\n.*did you mean 'Worker'"),
         ("spec.msReplicaSpecs.PS", {"replicas": 3}, "spec.msReplicaSpecs.PS.template is None"),
         ("spec.msReplicaSpecs.Worker.replicas", -1, "not a ParallelJob"),
         ("spec.msReplicaSpecs.Worker.template", TEMPLATE, "a shell script"),
@@ -169,6 +169,7 @@ TEMPLATE = {
             "Scheduler has another image or command",
         ),
         (f"{WORKER}.template.spec.containers", containers("i:1", "-E"), "has Python's option -E"),
+        (f"{WORKER}.template.spec.containers", containers("i:1", "-c"), "option -c\n.*\n.*a file with"),
         (
             "spec.runPolicy.cleanPodPolicy",
             "none",
