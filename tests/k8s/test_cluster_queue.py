@@ -148,7 +148,9 @@ def test_workers_wait_as_a_group_and_their_job_goes_through_all_it_may(cluster, 
     cluster.ask("DELETE", f"{CORE}/pods/queued-worker-1-1")  # as a drained node does
     eventually(lambda: not job.pod("worker-1-1"), "the drained pod goes, too")
     job.runs(2)
-    assert (job.status["restarts"], job.status["round"], groups(job)) == (2, 1, first)
+    assert (job.status["restarts"], job.status["round"], groups(job)) == (1, 1, first), (
+        "to be drained is no failure"
+    )
 
     cluster.kubectl("scale", "paralleljob/queued", "--replicas=3")
     job.runs(3)
