@@ -82,12 +82,12 @@ def test_a_foreign_pod_or_service_of_the_name_is_named_until_it_goes(path, name,
 
 
 def test_jobs_are_found_when_their_definition_comes_after_the_operator(caplog):
-    async def settled(operator: Operator) -> None:
-        for _ in range(200):
-            if not any(followed.woken.is_set() for followed in operator._jobs.values()):
-                break
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+    async def settled(server: Any, operator: Operator) -> None:
+        """Wait until all turns are through: nothing is asked for a while."""
+        asked = -1
+        while asked != len(server.requests) or any(f.woken.is_set() for f in operator._jobs.values()):
+            asked = len(server.requests)
+            await asyncio.sleep(0.2)
 
     async def do(server: Any, operator: Operator) -> None:
         server.installed = False
@@ -96,20 +96,20 @@ def test_jobs_are_found_when_their_definition_comes_after_the_operator(caplog):
         assert caplog.text.count("no paralleljobs.meshwright.dev: kubectl apply -f deploy/crd.yaml") == 1
         server.installed = True
         await operator.find()
-        await settled(operator)
+        await settled(server, operator)
         assert server.names("pods") == ["demo-scheduler"]
         before = len(server.requests)
         await operator.find()  # nothing is new
-        await settled(operator)
+        await settled(server, operator)
         assert server.requests[before:] == [("GET", "paralleljobs")]
         server.objects[JOB]["spec"]["suspend"] = True
         server.objects[JOB]["metadata"]["generation"] = 2
         await operator.find()
-        await settled(operator)
+        await settled(server, operator)
         assert server.objects[JOB]["status"]["state"] == "Suspended"
         del server.objects[JOB]
         await operator.find()
-        await settled(operator)
+        await settled(server, operator)
         assert not server.names("pods") and not operator._jobs
 
     with_job(do)
