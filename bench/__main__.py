@@ -53,9 +53,8 @@ console = Console(width=max(118, Console().width), highlight=False)
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # its jobs end with it, as by Ctrl-C
+    # jobs that a benchmark has started end with it, as by Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if sys.argv[1:] and sys.argv[1] in OWN:
         own = importlib.import_module(f"bench.{sys.argv[1].replace('-', '_')}")
         sys.exit(own.main(sys.argv[2:]))

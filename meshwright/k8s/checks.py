@@ -76,6 +76,18 @@ def _check_role(name: str, role: r.Role) -> None:
                 why="the operator sets it",
                 hint="image and command of the job; other fields of a pod and its container stay as they are given",
             )
+    _check_env(name, role)
+    for field, given in (("labels", role.metadata.labels), ("annotations", role.metadata.annotations)):
+        if wrong := [key for key in given if key.startswith(f"{r.GROUP}/") or key in OURS_IN_METADATA]:
+            raise LaunchError(
+                f"{name}.metadata.{field} has {wrong[0]}",
+                why="the operator sets it",
+                hint=OURS_IN_METADATA.get(wrong[0], "leave it out"),
+            )
+
+
+def _check_env(name: str, role: r.Role) -> None:
+    """Refuse numbers and booleans, as YAML reads them: the API server names neither the field nor the quotes."""
     variables = role.container.get("env")
     for number, variable in enumerate(variables if isinstance(variables, list) else ()):
         value = variable.get("value", "") if isinstance(variable, dict) else ""
@@ -85,13 +97,6 @@ def _check_role(name: str, role: r.Role) -> None:
                 f"{name}.container.env[{number}].value is {shown}",
                 why="values of variables are strings",
                 hint=f'value: "{shown}"',
-            )
-    for field, given in (("labels", role.metadata.labels), ("annotations", role.metadata.annotations)):
-        if wrong := [key for key in given if key.startswith(f"{r.GROUP}/") or key in OURS_IN_METADATA]:
-            raise LaunchError(
-                f"{name}.metadata.{field} has {wrong[0]}",
-                why="the operator sets it",
-                hint=OURS_IN_METADATA.get(wrong[0], "leave it out"),
             )
 
 

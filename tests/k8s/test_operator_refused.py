@@ -31,7 +31,8 @@ def test_pods_that_the_server_refuses_are_a_condition(code):
         assert isinstance(again, float) and status["state"] == "Refused"
         assert "exceeded quota: gpus" in str(status["conditions"])
         assert await operator.turn("default", "demo", followed) == again  # the event of its own write
-        assert {method for method, _ in server.requests[before:]} == {"GET"}
+        # the job, its service and its pods
+        assert sorted(server.requests[before:]) == [("GET", "demo"), ("GET", "demo"), ("GET", "pods")]
         followed.retry_at = 0.0
         await operator.turn("default", "demo", followed)
         assert "PUT" not in [method for method, _ in server.requests[before:]] and not server.names("pods")
