@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
-from meshwright.cost.operators import ELEMENT_FLOPS
+from meshwright.cost.operators import ELEMENT_FLOPS, TILE
 
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 TOO_LONG = 0.15  # seconds of one call after which no larger size is tried, on any rank
@@ -166,6 +166,8 @@ def measure(bench: Bench, name: str, pace: Pace) -> Iterator[Point]:
     kind, _, dtype = name.partition(" ")
     make, _, small, large = TABLE[kind]
     sizes = [*small, *(large if bench.device.type == "cuda" else ())]
+    if kind in ("attention", "causal") and bench.device.type == "cuda":
+        sizes = [size for size in sizes if size >= TILE]  # smaller ones take as long
     for size in pace.chosen(sizes):
         made = make(bench, dtype or "f32", size)
         made.call()

@@ -118,8 +118,10 @@ LAUNCHES: dict[str, tuple[int, int]] = {
     "meshwright.embedding_rows": (10, 3),
     BAG: (2, 3),
     "meshwright.attention_dropout": (10, 14),
-    EXPERTS: (16, 26),
+    EXPERTS: (16, 21),
+    EXPERT_LINEAR: (8, 7),
 }
+TILE = 128  # queries, and keys, that a GPU's kernel of attention computes together: fewer take as long
 
 # FLOPs per element, (forward, backward), where arithmetic outweighs memory traffic. The unit is a device's simple
 # vector arithmetic (a quarter of its peak), measured on one AVX2 core with 65,536 cached f32 elements (torch 2.13).
@@ -249,7 +251,25 @@ class _Sizes:
             else:
                 bias = bias + out
         moved = _sum(self.inputs) + out, back_bytes
+        if node.op == EXPERT_LINEAR:
+            return self._in_order((flops, back_flops), moved)
         return self._made("matmul", (flops, back_flops), moved, (1, launches), bias_bytes=bias)
+
+    def _in_order(self, flops: Pair, moved: Pair) -> Work:
+        """Return products of rows that are put into the order of experts and back."""
+        node, rule = self.node, self.rule
+        (out,), wanted = self.outputs, any(self.wanted)
+        rows = self._elements(self._letters(rule.inputs[2], rule.inputs[0])) * DTYPES[self.ports[0].dtype]
+        back = 2.0 * (out + rows * self.wanted[1]) + (3.0 * rows + self.inputs[0]) * self.wanted[0]
+        forward, backward = LAUNCHES[node.op]
+        return self._made(
+            "matmul",
+            flops,
+            moved,
+            (forward, backward * wanted),
+            passes_forward=2.0 * (rows + out),
+            passes_backward=back * wanted,
+        )
 
     def experts(self) -> Work:
         """Count the products of a block of experts, and the passes around them."""
@@ -289,6 +309,9 @@ class _Sizes:
         pairs = self._elements(self._letters(q, k[:-1]))  # (query, key, width) of all heads
         values = self._elements(self._letters(q[:-1], v))
         fused = node.op in ATTENTION and fused_attention(node, self.types, self.wanted, device)
+        if fused and device == "cuda":
+            tiles = _in_tiles(self._elements(q[-2])) * _in_tiles(self._elements(k[-2]))
+            pairs, values = pairs * tiles, values * tiles
         causal, share = fused and bool(node.arg(5, "is_causal", False)), 1.0
         if causal and q[-2]:
             queries = q[-2][0]
@@ -422,6 +445,12 @@ class _Sizes:
         if not whole_bytes or self.node.op not in EXTRA or not self.inputs:
             return 0.0
         return self.inputs[0] * (whole_bytes / max(self.ports[0].size_bytes, 1))
+
+
+def _in_tiles(places: Amount) -> Amount:
+    """Return how many times as many places full tiles have."""
+    found = np.ceil(np.asarray(places) / TILE) * TILE / np.maximum(places, 1.0)
+    return float(found) if found.ndim == 0 else found
 
 
 def short_name(op: str) -> str:

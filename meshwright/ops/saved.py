@@ -66,7 +66,7 @@ KEEPS: dict[str, Keeps] = {
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
             "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
     "transformers.grouped_mm_fallback.default": "0 1",
-    "meshwright.expert_linear": "0 1 2",
+    "meshwright.expert_linear": "0 1",  # and the order of pairs
     "meshwright.experts": lambda node, types, wanted: _experts(node, types),
     # ---- pooling and images
     **_each("max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d", "0"),
@@ -262,7 +262,8 @@ def _attention(node: Node, types: Types, needs_grad: Sequence[bool], device: str
 
 
 def _experts(node: Node, types: Types) -> Saved:
-    """Return what a block of experts saves: all that it reads, and the rows of the first product, one per choice.
+    """Return what a block of experts saves: what it reads, the order of choices, and the rows of the first product, one
+    per choice. Numbers of experts are read for biases alone, and saved as the order is.
 
     A rank with some of the experts (`ops/local/experts.py` says of how many) has the rows that are given to these. As
     many are given to each: what is given depends on the data.
@@ -271,7 +272,9 @@ def _experts(node: Node, types: Types) -> Saved:
     experts, _, wide = up.shape
     total = node.arg(10, "total", experts)
     rows = math.prod(weights.shape) * experts // max(total, 1)
-    return Saved(tuple(range(len(node.uses))), (), rows * wide * DTYPES[up.dtype], 1)
+    numbers, biased = len(node.uses) - 2, len(node.uses) > 5
+    ports = tuple(port for port in range(len(node.uses)) if port != numbers)
+    return Saved(ports, (), rows * (wide * DTYPES[up.dtype] + (1 + biased) * DTYPES["i64"]), 1)
 
 
 def _recurrent(node: Node, types: Types, needs_grad: Sequence[bool]) -> Saved:

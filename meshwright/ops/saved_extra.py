@@ -77,7 +77,12 @@ def _instances(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
     return (3 if len(node.uses) > 1 else 2) * rows * channels * max(itemsize(node, types), 4)
 
 
+def _order(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    return types[node.uses[2]].size_bytes
+
+
 EXTRA: dict[str, Extra] = {
+    "meshwright.expert_linear": _order,
     **{f"aten.{n}.default": _pooled for n in ("max_pool1d", "max_pool2d", "max_pool3d")},
     "aten.log_sigmoid.default": _copies(1),
     "aten.l1_loss.default": _copies(1),

@@ -46,6 +46,7 @@ def test_a_program_counts_integers():
 
 
 X, Y, W, B = torch.randn(2, 3, 8), torch.randn(3, 8), torch.randn(4, 8), torch.randn(8)
+NORM = "aten._native_batch_norm_legit_functional.default"
 HEADS = torch.randn(1, 2, 5, 4)
 QUICK_CALLS = {  # arguments as a graph has them
     "aten.add.Tensor": [((X, Y), {}), ((X, 2), {}), ((X, Y), {"alpha": 3})],
@@ -87,3 +88,23 @@ def test_a_quick_function_is_the_operator(name):
         ):
             assert torch.equal(mine, other)
             assert mine.stride() == other.stride()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_is_the_functional_operator(training, affine):
+    torch.manual_seed(0)
+    node = Node("x", NORM, (), {}, (TensorType("f32", (1,)),), (True,))
+    functional = getattr(torch.ops.aten, NORM.split(".")[1]).default
+    weights = [torch.randn(5, requires_grad=True) for _ in range(2)] if affine else [None, None]
+    x, running = torch.randn(4, 5, 3, requires_grad=True), [torch.randn(5), torch.rand(5)]
+    before = [value.clone() for value in running]
+    found, expected = (
+        function(x, *weights, *running, training, 0.2, 1e-3)
+        for function in (torch_operator(node), functional)
+    )
+    assert all(torch.equal(found[k], expected[k]) for k in (0, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+    wanted = [x, *(w for w in weights if w is not None)]
+    grads = [torch.autograd.grad(made[0].square().sum(), wanted) for made in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

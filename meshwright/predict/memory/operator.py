@@ -23,6 +23,7 @@ from meshwright.cost.operators import (
 )
 from meshwright.ops.saved import RMS_NORM, fused_attention
 from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.bias_sum import bias_sum_bytes
 from meshwright.predict.memory.experts import backward_bytes, forward_bytes
 from meshwright.predict.memory.recompute import Notes
 
@@ -113,6 +114,7 @@ FORWARD: dict[str, tuple[float, float]] = {
     "meshwright.batch_norm_sync": (1, 1),
     "aten.logsumexp.default": (1, 0),  # what lies above the largest, then its exponentials in the same memory
 }
+BIASES = {"aten.linear.default": 2, "aten.addmm.default": 0}  # the port of the bias
 # Backward, likewise, beside the gradients.
 BACKWARD: dict[str, tuple[float, float]] = {
     "aten.cross_entropy_loss.default": (1, 0),
@@ -276,6 +278,9 @@ def gradients_of(node: Node, types: Types, wanted: Sequence[bool], device: str =
         beside = backward_bytes(node, types, wanted)
     elif node.op == RMS_NORM and device == "cpu":
         beside = _rms_norm_backward(node, types, wanted)
+    elif device == "cuda" and (bias := BIASES.get(node.op)) is not None and any(wanted[bias : bias + 1]):
+        width = shape[-1]
+        beside = bias_sum_bytes(math.prod(shape) // max(width, 1), width)
     row = BACKWARD.get(node.op, (0, 0))
     if node.op == DIVIDE and wanted[-1] and len(wanted) == 2:  # the quotient, and that over the denominator
         row = (2, 0)

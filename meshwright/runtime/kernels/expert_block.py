@@ -79,7 +79,7 @@ def experts(
 
 
 class Experts(torch.autograd.Function):
-    """Saves what goes in and the result of the first product, of this rank's pairs alone."""
+    """Saves what goes in, and of this rank's pairs their order and the result of the first product."""
 
     @staticmethod
     def forward(
@@ -97,13 +97,16 @@ class Experts(torch.autograd.Function):
         every: bool,
     ) -> torch.Tensor:
         """The weighted sum over choices, rounded as the model rounds it where all experts are here."""
-        pairs_r, experts_r, ends_g = _here(experts_p, start, len(up_gkh), every)
+        pairs_r, ends_g = _here(experts_p, start, len(up_gkh), every)
+        experts_r = _of_bias(experts_p, pairs_r, start, up_bias_gh, down_bias_gm)
         choices = len(experts_p) // max(len(x_tk), 1)
         up_rh = _products(x_tk[pairs_r // choices], up_gkh, ends_g)
         if up_bias_gh is not None:
             up_rh += up_bias_gh[experts_r]
-        ctx.save_for_backward(x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh)
-        ctx.gate, ctx.constants, ctx.start, ctx.every, ctx.choices = gate, constants, start, every, choices
+        ctx.save_for_backward(
+            x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, weights_p, up_rh, pairs_r, experts_r, ends_g
+        )
+        ctx.gate, ctx.constants, ctx.choices = gate, constants, choices
         down_rm = _products(GATES[gate](up_rh, *constants), down_gnm, ends_g)
         if down_bias_gm is not None:
             down_rm += down_bias_gm[experts_r]
@@ -117,8 +120,8 @@ class Experts(torch.autograd.Function):
         The gradient of a weight is the product of its result and that result's gradient, which is also that of what
         goes into the second product and *its* gradient: so the second product is not computed again.
         """
-        x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, experts_p, weights_p, up_rh = ctx.saved_tensors
-        pairs_r, experts_r, ends_g = _here(experts_p, ctx.start, len(up_gkh), ctx.every)
+        x_tk, up_gkh, up_bias_gh, down_gnm, down_bias_gm, weights_p, up_rh, *order = ctx.saved_tensors
+        pairs_r, experts_r, ends_g = order
         rows_r, scale_r1 = pairs_r // ctx.choices, weights_p[pairs_r, None]
         made: list[torch.Tensor | None] = [None] * 11
         wanted = ctx.needs_input_grad
@@ -151,18 +154,21 @@ class Experts(torch.autograd.Function):
         return tuple(made)
 
 
-def _here(
-    experts_p: torch.Tensor, start: int, count: int, every: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pairs of the experts from `start` on in the order of experts, the local expert of each, and their ends."""
+def _here(experts_p: torch.Tensor, start: int, count: int, every: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of the experts from `start` on in the order of experts, and their ends."""
     if every:
-        pairs_r, ends_g = _sorted(experts_p, count)
-        return pairs_r, experts_p[pairs_r], ends_g
+        return _sorted(experts_p, count)
     local_p = experts_p - start
     pairs_r = ((local_p >= 0) & (local_p < count)).nonzero()[:, 0]
     order_r, ends_g = _sorted(local_p[pairs_r], count)
-    pairs_r = pairs_r[order_r]
-    return pairs_r, local_p[pairs_r], ends_g
+    return pairs_r[order_r], ends_g
+
+
+def _of_bias(
+    experts_p: torch.Tensor, pairs_r: torch.Tensor, start: int, *biases: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The local expert of each pair, where one of them has a bias."""
+    return None if all(bias is None for bias in biases) else experts_p[pairs_r] - start
 
 
 def _summed(rows_rm: torch.Tensor, pairs_r: torch.Tensor, count: int, choices: int) -> torch.Tensor:
