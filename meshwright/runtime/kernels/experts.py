@@ -50,7 +50,7 @@ class ExpertLinear(torch.autograd.Function):
 
 
 def _sorted(experts_p: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs in the order of their experts, and where each expert's end. A GPU sorts short numbers in fewer passes."""
+    """The pairs in the order of their experts, and where those of each end. A GPU sorts short numbers sooner."""
     ordered_p, order_p = torch.sort(experts_p.to(NUMBERS), stable=True)
     numbers_g = torch.arange(count, device=experts_p.device, dtype=NUMBERS)
     return order_p, torch.searchsorted(ordered_p, numbers_g, right=True, out_int32=True)
