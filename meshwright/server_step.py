@@ -103,10 +103,8 @@ class ServerStep:
             number = of_job.comes_late(transport, share is not None, list(self._rest))
         job = transport.meeting.job if isinstance(transport, Remote) else of_job.ALONE
         of_job.check_first(job)
-        # What is on no server is lost when all workers start again, so what servers have would not fit it. Shares of a
-        # step that was pushed in part would not either.
         shares = share is not None
-        attempt = of_job.attempt() if self._rest or shares else 0
+        attempt = of_job.begun(transport, outside=bool(self._rest) or shares)
         spread_now, life = spread(parameters, servers), 0 if late else of_job.life()
         declare = m.Declare(job, parameters, spread_now, staleness, count, attempt, shares, life, limit)
         self.rank, self.workers = number, count

@@ -120,19 +120,21 @@ class Servers:
                 self._lost.discard(number)
 
     def _restart(self) -> None:
-        """Start servers again that were killed, or let workers know that their values are lost."""
+        """Start servers again that were killed, and let workers know of those that have failed."""
         for number, process in self.processes.items():
             status = process.poll()
             if status is None or number in self._lost:
                 continue
             how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-            if self._outlive and status < 0:
-                print(f"parameter server {number} ended by {how}: it is started again", file=sys.stderr)
+            if status < 0:
+                values = "" if self._outlive else ", without its values"
+                print(
+                    f"parameter server {number} ended by {how}: it is started again{values}", file=sys.stderr
+                )
                 self.processes[number] = self._start(number)
                 continue
             if status:  # else another machine has started it
-                kept = "with --replicas 1 or --server-state a killed one goes on"
-                self._meeting.lose(number, f"it ended by {how}, and its values with it; {kept}")
+                self._meeting.lose(number, f"it ended by {how}, and its values with it")
             self._lost.add(number)
 
     def end(self) -> None:

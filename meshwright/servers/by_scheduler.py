@@ -50,7 +50,8 @@ class Home(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ByScheduler:
     """Keys of the scheduler: ``servers/begun`` has the servers of each machine, ``servers/homes`` those that are
     elsewhere or came later, ``servers/at/N`` the address of one, ``servers/copy/N`` where its copy is,
-    ``servers/gone`` the workers of lost machines. Connections are secured as those of the scheduler are."""
+    ``servers/gone`` the workers of lost machines, ``servers/losses`` how often values were lost. Connections are
+    secured as those of the scheduler are."""
 
     def __init__(self, folder: Path) -> None:
         self._place = Place.read(folder / FILE)
@@ -140,6 +141,9 @@ class ByScheduler:
         known = self._client.get("servers/gone", 0.0)
         return [] if known is None else msgspec.json.decode(known, type=list[int])
 
+    def lose_values(self, number: int) -> None:
+        self._client.add("servers/losses", 1)
+
     def beside(self, number: int) -> int | None:
         key = f"servers/copy/{number}"
         known = self._client.get(key, 0.0)
@@ -195,6 +199,9 @@ class ByScheduler:
         made.settimeout(None)
         close_after(made, SILENT_SECONDS)  # what is asked again does no harm
         return made
+
+    def losses(self) -> int:
+        return self._client.add("servers/losses", 0)
 
     def lost(self, number: int) -> str:
         with contextlib.suppress(LaunchError):

@@ -14,6 +14,8 @@ from meshwright.errors import ServerError
 from meshwright.scheduler.client import FILE
 from meshwright.servers.places import JOB, LATE_WORKERS, LAUNCHER, PREFIX, beside, widen
 
+LOSS = "loss"  # the end of the name of a file for each loss of a server's values
+
 
 class InFolder:
     """Sockets and files in a folder that only the job's user can open: who can open it is trusted."""
@@ -55,6 +57,9 @@ class InFolder:
     def moved(self, number: int) -> bool:
         return False
 
+    def lose_values(self, number: int) -> None:
+        self._write(f"{number}.{os.getpid()}.{LOSS}", "")
+
     def beside(self, number: int) -> int | None:
         return beside([self.count()], number)
 
@@ -86,6 +91,9 @@ class InFolder:
             made.close()
             raise
         return made
+
+    def losses(self) -> int:
+        return len(list(self.folder.glob(f"*.{LOSS}")))
 
     def lost(self, number: int) -> str:
         path = self.folder / f"{number}.lost"

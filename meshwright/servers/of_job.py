@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.errors import ServerError
+from meshwright.errors import LaunchError, ServerError
 from meshwright.launchers import launched
 from meshwright.launchers.dynamic_cluster import worker
 from meshwright.launchers.environment import DYNAMIC
@@ -60,6 +60,18 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def begun(transport: Transport, *, outside: bool) -> int:
+    """How often what the job trains has begun anew. What is on no server is lost when all workers start again, so what
+    servers have would not fit it; shares of a step that was pushed in part would not either (`outside`). What servers
+    have is lost with one of them. Raises ServerError without a scheduler."""
+    if outside or not isinstance(transport, Remote):
+        return attempt() if outside else 0
+    try:
+        return transport.meeting.losses()
+    except LaunchError as error:
+        raise ServerError(error.what, why=error.why, hint=error.hint) from None
+
+
 def life() -> int:
     """How often the workers of this job have begun: more with each attempt, and again more with each launcher that goes
     on from the state of one before."""
@@ -108,6 +120,7 @@ __all__ = [
     "JOBS",
     "SHARES",
     "attempt",
+    "begun",
     "check_first",
     "check_goes_on",
     "comes_late",

@@ -69,6 +69,10 @@ class Meeting(Protocol):
         """The workers that are gone with their machines. Raises LaunchError without a scheduler."""
         ...
 
+    def lose_values(self, number: int) -> None:
+        """Say that all that a server had is lost. Raises LaunchError without a scheduler."""
+        ...
+
     def beside(self, number: int) -> int | None:
         """The server that has the copy of another one, of another machine if any has servers; the same at all times.
         None while the machines have not said how many they start. Raises ServerError if there is no other."""
@@ -98,6 +102,10 @@ class Meeting(Protocol):
 
     def call(self, number: int) -> socket.socket:
         """A connection to a server. Raises OSError where there is none, LaunchError for a stranger."""
+        ...
+
+    def losses(self) -> int:
+        """How often values were lost: workers that are started after that begin anew."""
         ...
 
     def lost(self, number: int) -> str:

@@ -61,6 +61,8 @@ class Serving:
         gone: Sequence[int] = ()
         with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
             gone = self._meeting.gone()
+            if known is None and self.server.lost:
+                self._meeting.lose_values(self.server.number)
         with self._changed:
             if known is not None:
                 self.server = known

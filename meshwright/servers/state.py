@@ -101,8 +101,9 @@ class State:
         return ServerError(
             f"the values of parameter server {self.number} are lost",
             why="it was started again, and neither a folder nor another server has them",
-            hint="from the beginning --replicas 1 or --server-state; by hand MESHWRIGHT_REPLICAS=1 or "
-            "MS_RECOVERY_PATH; on Kubernetes servers.copies or servers.state",
+            hint="workers that are started again (--max-restarts 1) begin anew, and step.resume(path) loads a "
+            "checkpoint; nothing is lost with --replicas 1 or --server-state; by hand with MESHWRIGHT_REPLICAS=1 or "
+            "MS_RECOVERY_PATH; on Kubernetes with servers.copies or servers.state",
         )
 
     def check_model(self, model: str) -> None:

@@ -79,9 +79,25 @@ def test_others_go_on_without_a_killed_worker_which_comes_again(tmp_path):
 def test_without_state_a_killed_server_ends_the_job():
     done = run("--servers", "2", "--workers", "2", str(SCRIPT), "kill")
     assert done.returncode != 0
-    assert "parameter server 0 is lost" in done.stderr
+    assert "parameter server 0 ended by SIGKILL: it is started again, without its values" in done.stderr
     # the launcher does not repeat what the shown rank said, and either rank may notice first
-    assert "or --server-state a killed one goes on" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "the values of parameter server 0 are lost" in said
+    assert "nothing is lost with --replicas 1 or --server-state" in said
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("one", ()), pytest.param("copies", ("--replicas", "1"), marks=pytest.mark.full)],
+)
+def test_a_job_whose_values_are_lost_goes_on_from_its_checkpoint(tmp_path, how, words):
+    anew = Path(__file__).with_name("beginning_anew.py")
+    counts = ("--servers", "2", "--workers", "2", "--max-restarts", "1")
+    done = run(*counts, *words, str(anew), str(tmp_path / "saved"), how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "it went on from step 3, and is equal to one device" in done.stdout
+    assert "are lost" in done.stdout + done.stderr
 
 
 TWICE = """
