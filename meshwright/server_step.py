@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +30,7 @@ from meshwright.server_weights import ServerWeights, check_free, not_copied
 from meshwright.servers import messages as m
 from meshwright.servers import of_job
 from meshwright.servers.ahead import Ahead, Batch, named
+from meshwright.servers.at_end import OPEN
 from meshwright.servers.beside import Beside
 from meshwright.servers.dealt import check_samples, dealt
 from meshwright.servers.lookups import Lookups
@@ -39,7 +39,7 @@ from meshwright.servers.moving import begin_to_use
 from meshwright.servers.norms import limit_of, unknown_norm
 from meshwright.servers.of_job import ALL_REDUCED, SHARES
 from meshwright.servers.places import JOINS
-from meshwright.servers.rejoin import take_part
+from meshwright.servers.rejoin import starts_together, take_part
 from meshwright.servers.shards import Options, spread
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Prefetched, Traffic, Worker
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from meshwright.runtime.world import World
 
 NOTHING: dict[str, torch.Tensor] = {}
-_SHARING: weakref.WeakSet[ServerStep] = weakref.WeakSet()  # steps whose workers train shares of one batch
 Weight = Callable[[Any], float]
 Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
 Describe = Callable[[Any, Sequence[torch.optim.Optimizer]], str]  # what is compared with other workers
@@ -106,13 +105,17 @@ class ServerStep:
         shares = share is not None
         attempt = of_job.begun(transport, outside=bool(self._rest) or shares)
         spread_now, life = spread(parameters, servers), 0 if late else of_job.life()
-        declare = m.Declare(job, parameters, spread_now, staleness, count, attempt, shares, life, limit)
+        together = not late and starts_together()
+        declare = m.Declare(
+            job, parameters, spread_now, staleness, count, attempt, shares, life, limit, together
+        )
         self.rank, self.workers = number, count
         self.worker = Worker(transport, number, declare)
         if number == 0:
             self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))
         self.worker.join()
         of_job.JOBS.add(job)
+        self._begun_at = of_job.goes_on(self.worker, declare)
         # of a job that goes on, servers have options of later
         self._sent: dict[str, Options] = {} if self.worker.clock else {p.name: p.options for p in parameters}
         self._tables, self._lookups, self._ahead = by_rows, Lookups(), Ahead(self.worker)
@@ -135,8 +138,7 @@ class ServerStep:
         self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
         unable = ALL_REDUCED if self._world is not None else SHARES if share is not None and count > 1 else ""
         take_part(launched_rank(), unable)
-        if self._describe is not None:
-            _SHARING.add(self)
+        OPEN.add(self.worker)
 
     if not TYPE_CHECKING:  # a type checker shall go on to see what is not there
 
@@ -177,6 +179,7 @@ class ServerStep:
     @property
     def steps(self) -> int:
         """The number of steps that this worker has pushed, and of those before the checkpoint that was loaded."""
+        self._begun_at = 0
         return self.worker.before + self.worker.clock
 
     def __call__(self, batch: Any, *, update: bool = True) -> Any:
@@ -193,6 +196,7 @@ class ServerStep:
                 why="each step is pushed: gradients are not accumulated",
                 hint="one step(batch) with the examples of all micro-batches",
             )
+        of_job.check_begins(self._begun_at)
         told = "" if self._describe is None else self._describe(batch, self._optimizers.every)
         batch = self._own(batch)
         weight = float(self.weight(batch))
@@ -252,6 +256,7 @@ class ServerStep:
         `count` and `seed` are the same. Raises ServerError.
         """
         check_samples(self._shares, count=count, batch=batch, epochs=epochs)
+        self._begun_at = 0
         return dealt(self.worker, count, batch, epochs, seed)
 
     def prefetch(
@@ -362,7 +367,7 @@ class ServerStep:
     def close(self) -> None:
         """Leave the job: the other workers no longer wait for this one. A running save is waited for."""
         self.wait()
-        _SHARING.discard(self)
+        OPEN.discard(self.worker)
         self._weights.close()
         self.worker.leave()
         self.worker.transport.close()
@@ -382,17 +387,9 @@ class ServerStep:
         raise not_copied("a step with parameters on servers")
 
 
-def settle_shares() -> None:
-    """At the end of a script, if no error is on its way: wait until the last steps of `mode="parameter_server"` have
-    the shares of all workers. Raises ServerError where one has ended before, BatchError where batches differed."""
-    if sys.exc_info()[0] is None:
-        for step in list(_SHARING):
-            step.worker.settle()
-
-
 def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
     values = parameter.detach().cpu()
     return values[rows.start : rows.stop] if table else values
 
 
-__all__ = ["ServerStep", "Weight", "settle_shares"]
+__all__ = ["ServerStep", "Weight"]

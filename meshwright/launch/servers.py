@@ -153,7 +153,7 @@ def check_joins() -> None:
     """Before this machine joins others: raise LaunchError where their job runs already, and --server-state has the
     values of another one."""
     folder = Path(os.environ.get(FOLDER, ""))
-    if (folder / STATE).exists() and (job := known(Place.read(folder / FILE))):
+    if FOLDER in os.environ and (folder / STATE).exists() and (job := known(Place.read(folder / FILE))):
         server_state.check(Path((folder / STATE).read_text()), job)
 
 

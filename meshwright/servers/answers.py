@@ -24,11 +24,12 @@ class Done(Message, frozen=True):
 
 
 class Declared(Message, frozen=True):
-    """`missing`: blocks that a worker has to fill. `map`: the newest."""
+    """`missing`: blocks that a worker has to fill. `map`: the newest. `options`: of the optimizers now."""
 
     model: str
     map: ShardMap
     missing: dict[str, tuple[int, ...]]
+    options: dict[str, Options] = {}
 
 
 class Joined(Message, frozen=True):

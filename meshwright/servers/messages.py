@@ -40,7 +40,7 @@ class Declare(Message, frozen=True):
     `workers`: how many there are at the start, before which nobody reads. `attempt`: with a higher one, all begins
     anew. `shares`: workers train shares of one batch, so none goes on without another. `life`: how often all workers
     that did not come late were started again; with a higher one, those of before are gone. `limit`: of the norm of all
-    gradients."""
+    gradients. `together`: with one of these workers all are started again."""
 
     job: str
     parameters: tuple[Parameter, ...]
@@ -51,6 +51,7 @@ class Declare(Message, frozen=True):
     shares: bool = False
     life: int = 0
     limit: Limit | None = None
+    together: bool = False
 
     @property
     def holds(self) -> bool:
@@ -75,10 +76,12 @@ class Join(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """A worker is waited for no more; what it has prepared is dropped. Answered by `Left`."""
+    """A worker is waited for no more; what it has prepared is dropped. Answered by `Left`. `lost`: it has not said so
+    itself, and is waited for if all workers are started again together."""
 
     model: str
     worker: int
+    lost: bool = False
 
 
 class Prefetch(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from meshwright.launchers.dynamic_cluster import worker
 from meshwright.launchers.environment import DYNAMIC
 from meshwright.servers.local import Local, Transport
 from meshwright.servers.meeting import meeting, meeting_by_hand
+from meshwright.servers.messages import Declare
 from meshwright.servers.places import FOLDER, JOINS, LAUNCHES
 from meshwright.servers.same_job import LAUNCH
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
+from meshwright.servers.worker import Worker
 
 ALL_REDUCED = "parameters that are on no server are all-reduced among the workers"
 SHARES = "each worker trains its share of every batch"
@@ -84,6 +87,39 @@ def launches() -> int:
     return int(path.read_text()) if FOLDER in os.environ and path.exists() else 0
 
 
+def goes_on(worker: Worker, declare: Declare) -> int:
+    """The step at which a worker begins that was started again with all others, as servers kept their values; 0 of any
+    other one. Worker 0 says so, and which options of its optimizers differ from theirs."""
+    if not declare.together or not worker.clock:
+        return 0
+    step = worker.before + worker.clock
+    others = {
+        f"{key}={has[key]:g}, not {now:g}"
+        for p in declare.parameters
+        for key, now in p.options.items()
+        if (has := worker.options.get(p.name)) and isinstance(now, float) and has.get(key, now) != now
+    }
+    if worker.number == 0:
+        text = f"training goes on at step {step}, with the servers' values: batches have to follow step.steps"
+        if others:
+            text += f", and so has the schedule of the optimizer ({', '.join(sorted(others))})"
+        print(text, file=sys.stderr, flush=True)
+    return step
+
+
+def check_begins(step: int) -> None:
+    """Raise ServerError before the first batch of a script that begins anew, where training goes on at a step that it
+    has not asked for; 0: it may begin."""
+    if step:
+        raise ServerError(
+            f"training goes on at step {step}, and the script begins with its first batch",
+            why="all workers were started again, the servers have kept their values, and the script has not read "
+            "step.steps",
+            hint="for number in range(step.steps, len(batches)): step(batches[number]); or step.samples(…), which "
+            "deals what is left",
+        )
+
+
 def check_goes_on(rest: Sequence[str], shares: bool) -> None:
     """Raise ServerError where a job cannot go on from the state of its servers alone. `rest` names parameters that are
     on none; `shares`: of steps that some workers may have pushed."""
@@ -121,9 +157,11 @@ __all__ = [
     "SHARES",
     "attempt",
     "begun",
+    "check_begins",
     "check_first",
     "check_goes_on",
     "comes_late",
+    "goes_on",
     "life",
     "transport",
 ]

@@ -13,6 +13,12 @@ POLL_SECONDS = 0.05
 ADMIT_SECONDS = 60.0
 
 
+def starts_together() -> bool:
+    """Whether the launcher starts all workers again with one that fails."""
+    store = heartbeat.store()
+    return store is not None and generation.read(store.parent) is None
+
+
 def take_part(worker: int, unable: str = "") -> None:
     """Let the launcher know that this worker, which has joined its servers, needs no other one; or why it does. One
     that was started again waits until the launcher counts on it. Raises PeerLost if that does not happen."""
@@ -39,4 +45,4 @@ def take_part(worker: int, unable: str = "") -> None:
     generation.say(folder, worker, GOES_ON)
 
 
-__all__ = ["take_part"]
+__all__ = ["starts_together", "take_part"]

@@ -9,7 +9,7 @@ then on the others. What the first server says of a lost worker's push holds on 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from msgspec import structs
@@ -17,8 +17,9 @@ from msgspec import structs
 from meshwright.errors import BatchError, ServerError
 from meshwright.servers import messages as m
 from meshwright.servers.block_moves import answer_moving
-from meshwright.servers.dealing import Stream
+from meshwright.servers.dealing import deal
 from meshwright.servers.norms import factor, squares
+from meshwright.servers.places import LATE_WORKERS
 from meshwright.servers.rounds import Gradients, Prepared, mean
 from meshwright.servers.rules import check_change
 from meshwright.servers.same_job import begins_anew, check_same, of_before
@@ -45,7 +46,10 @@ class Server(State):
                     return self._join(request), []
                 case m.Leave():
                     self.check_model(request.model)
-                    self._leave(request.worker)
+                    if request.lost and self.comes_again(request.worker):
+                        self.prepared.pop(request.worker, None)
+                    else:
+                        self._leave(request.worker)
                     return m.Left(self.pushed.get(request.worker, 0)), []
                 case m.Pull():
                     return self._pull(request, tensors)
@@ -88,13 +92,16 @@ class Server(State):
             if request.life > self.declared.life:
                 gone = of_before(self.declared, request, self.clocks.of)
                 self.declared = structs.replace(self.declared, life=request.life)
+                if self.declared.together:
+                    self._take_back(gone)
                 for worker in gone:
                     self._leave(worker)
                 here = len([w for w in self.clocks.of if w < request.workers])
                 self.clocks.expected = (
                     0 if here == request.workers else len(self.clocks.of) - here + request.workers
                 )
-        return m.Declared(model, self.map, self.missing())
+        options = {name: stored.options for name, stored in self.stored.items()}
+        return m.Declared(model, self.map, self.missing(), options)
 
     def _seen(self) -> m.Seen:
         if self.declared is None:
@@ -142,6 +149,23 @@ class Server(State):
         self.apply()
         return m.Joined(begins, self.began.steps if self.began else 0)
 
+    def comes_again(self, worker: int) -> bool:
+        """Whether a worker that is lost is started again, together with all others."""
+        return self.declared is not None and self.declared.together and worker < LATE_WORKERS
+
+    def _take_back(self, workers: Collection[int]) -> None:
+        """Forget what these workers have pushed for a step that others have not: all of them do it again."""
+        first = self.clocks.least() if self.clocks.bound == 0 else max(self.rounds, default=0) + 1
+        for number in [n for n in self.rounds if n >= first]:
+            for worker in self.rounds[number].keys() & set(workers):
+                del self.rounds[number][worker]
+                self.clocks.of[worker] = self.pushed[worker] = number
+                for stream in self.streams.values():
+                    stream.taken_back(worker, number)
+            if not self.rounds[number]:
+                del self.rounds[number]
+            self.mean = None
+
     def _leave(self, worker: int) -> None:
         """Wait for a worker no more."""
         for stream in self.streams.values():
@@ -153,11 +177,8 @@ class Server(State):
 
     def _deal(self, request: m.Deal) -> m.Answer:
         self.check_model(request.model)
-        if min(request.size, request.epoch, request.total) < 1:
-            raise ServerError(f"{request.size} of {request.total} samples", why="all are at least 1")
-        stream = self.streams.setdefault(request.stream, Stream())
         sizes = (request.size, request.epoch, request.total)
-        found = stream.deal(request.worker, request.request, request.after, *sizes)
+        found = deal(self.streams, request.stream, request.worker, request.request, request.after, *sizes)
         return m.Dealt(0, 0, later=True) if found is None else m.Dealt(*found)
 
     # ---- values

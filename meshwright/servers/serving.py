@@ -144,7 +144,8 @@ class Serving:
             with self._changed:
                 gone = [worker for worker, owner in self._connection_of.items() if owner is made]
             for worker in gone:
-                self._later(GONE_SECONDS, worker, made)
+                again = self.server.comes_again(worker)
+                self._later(RESTART_SECONDS if again else GONE_SECONDS, worker, made)
 
     def _answer(self, made: socket.socket, body: m.Request, tensors: m.Tensors) -> Reply:
         end = time.monotonic() + TURN_SECONDS
@@ -192,9 +193,11 @@ class Serving:
         timer.start()
 
     def _lost(self, worker: int, made: socket.socket | None) -> None:
-        """Nobody waits for a worker that has not come again."""
+        """Nobody waits for a worker that has not come again, unless all are on their way."""
         with self._changed:
             if self._connection_of.get(worker, self) is made:
+                if self.server.comes_again(worker) and not self.has_workers():
+                    return
                 del self._connection_of[worker]
                 if self.server.in_doubt(worker):
                     self._settle(worker)
@@ -220,7 +223,7 @@ class Serving:
         """Begin to ask the first server about the push that a lost worker has prepared. Under the lock."""
         if worker not in self._asking:
             self._asking.add(worker)
-            asked = worker, self.server.map.first, m.Leave(self.server.model, worker)
+            asked = worker, self.server.map.first, m.Leave(self.server.model, worker, lost=True)
             threading.Thread(target=self._settled, args=asked, name="settle", daemon=True).start()
 
     def _settled(self, worker: int, first: int, leave: m.Leave) -> None:

@@ -59,7 +59,8 @@ class Prefetched:
 
 class Worker:
     """`number`: of the worker. `clock`: steps it has pushed. `least`: the slowest worker's clock at the last pull.
-    `before`: steps of an earlier job, whose values were loaded. `traffic`: what it has moved."""
+    `before`: steps of an earlier job, whose values were loaded. `options`: of the servers' optimizers when it began.
+    `traffic`: what it has moved."""
 
     def __init__(self, transport: Transport, number: int, declare: m.Declare) -> None:
         """Declare the model to all servers of the map, or of the job's own where it has one already. Raises ServerError
@@ -80,11 +81,15 @@ class Worker:
         self.missing = {
             s: a.missing for (s, (a, _)) in answers.items() if isinstance(a, m.Declared) and a.missing
         }
+        self.options = {
+            n: o for a, _ in answers.values() if isinstance(a, m.Declared) for n, o in a.options.items()
+        }
         self.clock, self.least, self.before = 0, 0, 0
         self.norm: float | None = None  # of all gradients of the last step, if it was computed
         self.traffic = Traffic()
         self.looks_ahead = False  # while a batch is asked for before the step on the one before
         self._asked = -1  # the last request for samples
+        self.drained: set[str] = set()  # streams of samples that had no more for this worker
 
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""

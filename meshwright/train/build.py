@@ -79,7 +79,8 @@ from meshwright.runtime.step import LocalStep
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins
-from meshwright.server_step import ServerStep, settle_shares
+from meshwright.server_step import ServerStep
+from meshwright.servers.at_end import settle_shares
 from meshwright.train.on_servers import MODE, check_staleness, step_on_servers
 from meshwright.train.request import (
     StepRequest,

@@ -1,10 +1,12 @@
-"""What `test_launch.py` runs: servers lose their values after a checkpoint, and all workers start again from it."""
+"""What `test_launch.py` runs: a worker or servers are killed, and all workers start again: where they were, or from a
+checkpoint if servers have lost their values."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -32,14 +34,17 @@ def main() -> None:
     path, how, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
     step = mw.parameter_server(net(), adam, loss=loss)
-    if again:
+    if again and how != "worker":
         assert step.steps == 0
         step.resume(path)
     begin, batches = step.steps, [torch.randint(0, 50, (2, 6)) for _ in range(STEPS)]
     for number in range(begin, STEPS):
         if number == SAVED and not again:
             step.save(path)
-        if number == KILLED and not again and rank == 0:
+        if number == KILLED and not again and how == "worker" and rank == 1:
+            time.sleep(0.5)  # the other one has pushed its part of this step
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == KILLED and not again and how != "worker" and rank == 0:
             files = sorted(Path(os.environ["MESHWRIGHT_SERVERS"]).glob("*.pid"))
             for file in files if how == "copies" else files[1:]:
                 os.kill(int(file.read_text()), signal.SIGKILL)

@@ -112,7 +112,9 @@ def test_workers_that_come_and_go_train_each_sample_once(bound: int | None) -> N
         threads[-1].start()
     for thread in threads:
         thread.join()
-    assert servers.servers[0].streams["samples"] == Stream(next=2 * SAMPLES, done=2 * SAMPLES)
+    assert servers.servers[0].streams["samples"] == Stream(
+        next=2 * SAMPLES, done=2 * SAMPLES, end=2 * SAMPLES
+    )
     if bound != 0:
         counts = torch.cat([s.stored["table"].tensor for s in servers.servers.values()])
         assert torch.equal(counts, torch.full((SAMPLES, 1), 2.0).double())

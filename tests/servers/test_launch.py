@@ -87,6 +87,17 @@ def test_without_state_a_killed_server_ends_the_job():
 
 
 @pytest.mark.procs
+def test_all_workers_start_again_where_they_were(tmp_path):
+    """The step that one of them has not pushed counts for none: all do it again."""
+    anew = Path(__file__).with_name("beginning_anew.py")
+    words = ("--servers", "2", "--workers", "2", "--max-restarts", "1", str(anew), str(tmp_path), "worker")
+    done = run(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "it went on from step 5, and is equal to one device" in done.stdout
+    assert "training goes on at step 5, with the servers' values" in done.stdout + done.stderr
+
+
+@pytest.mark.procs
 @pytest.mark.parametrize(
     ("how", "words"),
     [("one", ()), pytest.param("copies", ("--replicas", "1"), marks=pytest.mark.full)],
