@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from msgspec import structs
 
 from meshwright.core.type_guards import is_number
 from meshwright.errors import ServerError
@@ -15,7 +16,7 @@ from meshwright.runtime.trained import Trained, made_by, options_of
 from meshwright.servers.lookups import no_values
 from meshwright.servers.marks import Factory, Mark
 from meshwright.servers.rules import OPTIMIZERS, check_sparse
-from meshwright.servers.shards import BYTES, Options, Parameter
+from meshwright.servers.shards import BYTES, Options, Parameter, Start
 from meshwright.spent_gradients import spent, unspent
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -215,7 +216,8 @@ def declared(
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in BYTES:
             raise ServerError(f"{name} is {dtype}", why="servers store " + ", ".join(BYTES))
-        sparse = table and bool(getattr(model.get_submodule(name.rpartition(".")[0]), "sparse", False))
+        module = model.get_submodule(name.rpartition(".")[0])
+        sparse = table and bool(getattr(module, "sparse", False))
         parameter = Parameter(
             name,
             tuple(tensor.shape),
@@ -224,7 +226,7 @@ def declared(
             optimizers.options(name),
             table,
             sparse,
-            mark.start,
+            _with_padding(mark.start, module, tensor) if table else mark.start,
         )
         check_sparse(parameter)
         if tensor.is_meta and (parameter.start is None or not table):
@@ -233,6 +235,13 @@ def declared(
     if empty := [name for name, p in named.items() if p.is_meta and name not in marks]:
         raise no_values(empty[0])
     return tuple(found)
+
+
+def _with_padding(start: Start | None, module: Any, weight: torch.Tensor) -> Start | None:
+    """How servers fill a table, whose row of `padding_idx` is zero as torch makes it."""
+    if start is None or module.padding_idx is None:
+        return start
+    return structs.replace(start, padding=module.padding_idx % weight.shape[0])
 
 
 __all__ = ["Optimizers", "check_equal", "declared"]

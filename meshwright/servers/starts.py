@@ -32,6 +32,8 @@ def fill(parameter: Parameter, rows: range) -> torch.Tensor:
     for some in made.split(max(1, AT_ONCE // (counts * WORDS))):
         words = generator.random_raw(len(some) * counts * WORDS).reshape(len(some), -1)
         some.copy_(torch.from_numpy(_numbers(start, words[:, :width], words[:, width : 2 * width])))
+    if start.padding is not None and start.padding in rows:
+        made[start.padding - rows.start] = 0
     return made.reshape((len(rows), *shape) if parameter.table else shape)
 
 

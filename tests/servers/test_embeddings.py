@@ -82,6 +82,21 @@ def test_bags(mode: str, padding: int | None, marked: Any) -> None:
     Habit(build=lambda: Weighted(mode, padding), marked=marked).compare()
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("padding", [3, -1])
+def test_the_padding_row_of_a_table_that_servers_fill_is_zero(together, kind: Any, padding: int) -> None:
+    table = kind(9, 2, padding_idx=padding, device="meta")
+    mw.on_server(table, normal=(0.0, 1.0), seed=3)
+
+    def work(_: int) -> torch.Tensor:
+        step = mw.parameter_server(copy.deepcopy(table), sgd, loss=lambda m, ids: m(ids).mean())
+        return step.full_state()["weight"]
+
+    one, (several,) = together(1, 1, work)[0], together(1, 3, work)
+    assert torch.equal(one, several)
+    assert [i for i, row in enumerate(one) if not row.any()] == [padding % 9]
+
+
 def test_batches_that_do_not_say_how_many_examples_they_have(together) -> None:
     bag = nn.EmbeddingBag(50, 2)
     flat = {"ids": torch.arange(7), "offsets": torch.tensor([0, 3])}
