@@ -14,7 +14,7 @@ from meshwright.core.type_guards import is_number
 from meshwright.errors import ServerError
 from meshwright.runtime.trained import Trained, made_by, options_of
 from meshwright.servers.lookups import no_values
-from meshwright.servers.marks import Factory, Mark
+from meshwright.servers.marks import Factory, Mark, check_empty
 from meshwright.servers.rules import OPTIMIZERS, check_sparse
 from meshwright.servers.shards import BYTES, Options, Parameter, Start
 from meshwright.spent_gradients import spent, unspent
@@ -214,6 +214,10 @@ def declared(
     for name, mark in marks.items():
         tensor, table = named[name], name in by_rows
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_meta and (mark.start is None or not table):
+            raise no_values(name, table=table)
+        if mark.start is not None:
+            check_empty([(name, tensor)], mark.start.kind)
         if dtype not in BYTES:
             raise ServerError(f"{name} is {dtype}", why="servers store " + ", ".join(BYTES))
         module = model.get_submodule(name.rpartition(".")[0])
@@ -226,14 +230,12 @@ def declared(
             optimizers.options(name),
             table,
             sparse,
-            _with_padding(mark.start, module, tensor) if table else mark.start,
+            _with_padding(mark.start, module, tensor),
         )
         check_sparse(parameter)
-        if tensor.is_meta and (parameter.start is None or not table):
-            raise no_values(name)
         found.append(parameter)
     if empty := [name for name, p in named.items() if p.is_meta and name not in marks]:
-        raise no_values(empty[0])
+        raise no_values(empty[0], table=False)
     return tuple(found)
 
 

@@ -113,11 +113,17 @@ def _padding(index: Any, rows: int, unique: torch.Tensor) -> int | None:
     return at if at < len(unique) and int(unique[at]) == index % rows else None
 
 
-def no_values(name: str) -> ServerError:
-    """The error for a parameter without values that nobody fills."""
+def no_values(name: str, *, table: bool) -> ServerError:
+    """The error for a parameter without values that nobody fills. `table`: servers could."""
+    what = f"{name} is on the meta device and has no values"
+    if table:
+        return ServerError(
+            what, hint="mw.on_server(…, normal=(0.0, 0.01)): the servers fill it by row and seed"
+        )
     return ServerError(
-        f"{name} is on the meta device and has no values",
-        hint="mw.on_server(…, normal=(0.0, 0.01)): the servers fill it by row and seed",
+        what,
+        why="servers fill only a marked nn.Embedding or nn.EmbeddingBag whose weight is used nowhere else",
+        hint='make it on the CPU, without device="meta"',
     )
 
 

@@ -44,7 +44,8 @@ def on_server(
     Args:
         optimizer: A function from these parameters to their own optimizer, such as
             ``lambda p: torch.optim.SparseAdam(p, lr=0.1)``.
-        normal: The mean and standard deviation with which servers fill a target on the meta device, by `seed` and row.
+        normal: The mean and standard deviation with which servers fill a table on the meta device, by `seed` and row:
+            an `nn.Embedding` or `nn.EmbeddingBag` whose weight is used nowhere else. The row of `padding_idx` is zero.
             So a table may be larger than a worker's memory: ``nn.Embedding(n, d, device="meta")``.
         uniform: Lower and upper bound instead.
 
@@ -64,14 +65,14 @@ def on_server(
         )
     mark = Mark(optimizer, _start(normal, uniform, seed))
     if mark.start is not None:
-        _check_empty(target, mark.start.kind)
+        itself = isinstance(target, torch.nn.Parameter)
+        check_empty([("it", target)] if itself else target.named_parameters(), mark.start.kind)
     setattr(target, MARK, mark)
     return target
 
 
-def _check_empty(target: torch.nn.Module | torch.nn.Parameter, kind: str) -> None:
+def check_empty(named: Iterable[tuple[str, torch.nn.Parameter]], kind: str) -> None:
     """Raise ServerError for a parameter whose values would be replaced."""
-    named = [("it", target)] if isinstance(target, torch.nn.Parameter) else target.named_parameters()
     if found := [name for name, p in named if not p.is_meta]:
         raise ServerError(
             f"mw.on_server is given {kind}=, and {found[0]} has values",
@@ -161,4 +162,14 @@ def check_all_reduced(model: torch.nn.Module, rest: Collection[str], full: Colle
                 )
 
 
-__all__ = ["BAGS", "MARK", "Factory", "Mark", "check_all_reduced", "marked", "on_server", "tables"]
+__all__ = [
+    "BAGS",
+    "MARK",
+    "Factory",
+    "Mark",
+    "check_all_reduced",
+    "check_empty",
+    "marked",
+    "on_server",
+    "tables",
+]

@@ -18,6 +18,12 @@ def with_norm(model: Any, batch: Batch) -> torch.Tensor:
     return loss(model, batch) + 0.01 * model.table.weight.square().sum()
 
 
+def tied(model: Any) -> None:
+    mw.on_server(model.table.to("meta"), uniform=(-1.0, 1.0))
+    model.again = nn.Linear(6, 50, bias=False, device="meta")
+    model.again.weight = model.table.weight
+
+
 class Table(nn.Embedding):
     """Pulled in full: its forward may do anything."""
 
@@ -44,6 +50,19 @@ REFUSED: dict[str, tuple[Habit, str]] = {
     "a frozen table without values": (
         Habit(marked=lambda m: setattr(m, "more", nn.Embedding(3, 2, device="meta").requires_grad_(False))),
         r"more\.weight is on the meta device",
+    ),
+    "a table without values that servers could fill": (
+        Habit(marked=lambda m: mw.on_server(m.table.to("meta"))),
+        r"(?s)table\.weight is on the meta device.*mw\.on_server\(…, normal=",
+    ),
+    "layers that servers shall fill": (
+        Habit(marked=lambda m: mw.on_server(m.mix.to("meta"), normal=(0.0, 1.0))),
+        r"(?s)mix\.weight is on the meta.*nn\.EmbeddingBag whose weight is used nowhere else.*on the CPU",
+    ),
+    "a tied table that servers shall fill": (Habit(marked=tied), "(?s)meta device.*used nowhere else"),
+    "a table that has values again": (
+        Habit(marked=lambda m: mw.on_server(m.table.to("meta"), normal=(0.0, 1.0)).to_empty(device="cpu")),
+        "normal=, and table.weight has values",
     ),
     "gradients of before, of a table": (
         Habit(after=bounded(lambda m: m.table(torch.arange(3)).sum().backward())),
