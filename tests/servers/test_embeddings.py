@@ -14,6 +14,15 @@ import meshwright as mw
 from tests.servers.habits import Batch, Habit, Net, bounded, loss, nothing, refused, sgd
 
 
+def on_its_device(model: Any, batch: Batch) -> torch.Tensor:
+    device = next(model.parameters()).device
+    return loss(model, (batch[0].to(device), batch[1].to(device)))
+
+
+def with_positions(model: Any, batch: Batch) -> torch.Tensor:
+    return loss(model, batch) + model.rare(torch.arange(3, device=model.rare.weight.device)).square().mean()
+
+
 def with_norm(model: Any, batch: Batch) -> torch.Tensor:
     return loss(model, batch) + 0.01 * model.table.weight.square().sum()
 
@@ -50,6 +59,21 @@ REFUSED: dict[str, tuple[Habit, str]] = {
     "a frozen table without values": (
         Habit(marked=lambda m: setattr(m, "more", nn.Embedding(3, 2, device="meta").requires_grad_(False))),
         r"more\.weight is on the meta device",
+    ),
+    "a batch on the device of a table": (
+        Habit(loss=on_its_device),
+        r"(?s)table\.weight is looked up .* on the meta device.*next\(model\.parameters\(\)\)",
+    ),
+    "ids on the device of a table": (
+        Habit(loss=with_positions),
+        r"(?s)rare\.weight is looked up .* on the meta.*table\.weight\.device.*torch\.arange\(n, device=ids\.device\)",
+    ),
+    "offsets on the device of a table": (
+        Habit(
+            build=lambda: nn.EmbeddingBag(50, 2),
+            loss=lambda m, b: m(b[0][0], torch.zeros(1, dtype=torch.long, device=m.weight.device)).mean(),
+        ),
+        "weight is looked up with a tensor on the meta device",
     ),
     "a table without values that servers could fill": (
         Habit(marked=lambda m: mw.on_server(m.table.to("meta"))),
