@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +42,7 @@ class Optimizers:
         self._now = False
         spent(self.placeholders.items())
         for optimizer in self.every:
-            self._guard(optimizer)
+            self._guard(optimizer, lambda: model.zero_grad())  # of now: the step replaces it later
 
     @staticmethod
     def _made(factory: Factory, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -78,8 +78,9 @@ class Optimizers:
             raise ServerError(f"no optimizer updates {left[0]}", why="the function left it out")
         return found
 
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what a script does with an optimizer that has all parameters and their state."""
+    def _guard(self, optimizer: torch.optim.Optimizer, clear: Callable[[], None]) -> None:
+        """Refuse what a script does with an optimizer that has all parameters and their state. `clear`: what
+        `zero_grad` does."""
         kind = type(optimizer).__name__
 
         def of_state(*_: Any) -> NoReturn:
@@ -95,7 +96,8 @@ class Optimizers:
             )
 
         def cleared(set_to_none: bool = True) -> None:
-            """Do nothing: a step has cleared the gradients."""
+            """A step has cleared the gradients, but a backward() that was refused has not."""
+            clear()
 
         def outside(*_: Any) -> None:
             if not self._now:
