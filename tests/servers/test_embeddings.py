@@ -48,7 +48,13 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         r"table\.weight has a hook on its gradient",
     ),
     "rows that are set": (Habit(after=bounded(lambda m: m.table.weight.detach()[3].zero_())), "detach was called"),
-    "initialised again": (Habit(after=bounded(lambda m: nn.init.ones_(m.table.weight))), r"table\.weight is on"),
+    **{
+        f"initialised again by {init.__name__}": (
+            Habit(after=lambda m, *_, init=init: init(m.table.weight)),
+            r"table\.weight is on parameter servers",
+        )
+        for init in (nn.init.ones_, nn.init.trunc_normal_, nn.init.orthogonal_)
+    },
     "a norm of a table": (Habit(loss=with_norm), r"table\.weight is on parameter servers"),
     "a table as a layer": (
         Habit(loss=lambda m, b: F.linear(m.table(b[0]).mean(1), m.table.weight).square().mean()),

@@ -41,9 +41,18 @@ def aloud(model: Any, batch: Batch) -> torch.Tensor:
     return loss(model, batch)
 
 
+def quietly(model: Any, batch: Batch) -> torch.Tensor:
+    model.mix.weight.data.mul_(0.9)
+    return loss(model, batch)
+
+
 def trained(layers: nn.Module) -> None:
     layers(torch.ones(2, 6)).sum().backward()
     nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+
+
+def no_grad(change: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], None]:
+    return bounded(torch.no_grad()(change))
 
 
 class Recomputed(Net):
@@ -133,6 +142,15 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         r"mix\.weight is on parameter servers",
     ),
     "weights changed in forward": (Habit(loss=aloud), r"mix\.weight was changed within a step"),
+    "weights changed in forward, by data": (Habit(loss=quietly), r"mix\.weight was changed within a step"),
+    "weights that are set": (
+        Habit(after=no_grad(lambda m: m.mix.weight.set_(torch.zeros(4, 6)))),
+        r"(?s)mix\.weight is on parameter servers.*set_ was called on it",
+    ),
+    "weights that are swapped": (
+        Habit(after=bounded(lambda m: torch.utils.swap_tensors(m.mix.weight, nn.Parameter(torch.zeros(4, 6))))),
+        r"mix\.weight is not a parameter that this step trains",
+    ),
     "unfrozen later": (
         Habit(before=lambda m: m.mix.requires_grad_(False), after=lambda m, *_: m.mix.requires_grad_(True)),
         r"mix\.weight is not a parameter that this step trains",
@@ -180,6 +198,13 @@ def test_numbers_are_those_of_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_something_else_is_refused(name: str) -> None:
     refused(*REFUSED[name])
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_changed() -> None:
+    step = mw.parameter_server(Net(), sgd, loss=lambda m, b: loss(m, b) * float("nan"))
+    for batch in batches(3):
+        assert step(batch).isnan()
+    assert step.full_state()["mix.weight"].isnan().all()
 
 
 def test_groups_by_identity_and_an_optimizer_of_before() -> None:
