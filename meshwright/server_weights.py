@@ -16,6 +16,7 @@ import torch
 from meshwright.errors import ServerError
 from meshwright.placeholders import FLAG, GRADIENT, METADATA, READ, SHOWN, WRITE, first, wanted
 from meshwright.servers import messages as m
+from meshwright.servers.marks import TRAINED
 from meshwright.servers.norms import factor, squares_of
 from meshwright.spent_gradients import spent, unspent
 
@@ -111,6 +112,8 @@ class ServerWeights:
         self._kinds = {name: type(p) for name, p in self._held.items()}
         self._versions: list[int] = []
         self._same = self.dense if alone else {**self._rest, **self.dense}  # what a step may not change
+        for p in self._trained.values():
+            vars(p)[TRAINED] = True
         for name, p in self._held.items():
             vars(p)[HELD] = name
         for name, p in found.items():

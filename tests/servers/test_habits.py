@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from meshwright.servers.marks import marked
 from tests.servers.habits import Batch, Habit, Net, adam, batches, bounded, loss, nothing, refused, sgd
 
 
@@ -39,6 +40,11 @@ def aloud(model: Any, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
         model.mix.weight.mul_(0.9)
     return loss(model, batch)
+
+
+def marked_twice(model: Any) -> None:
+    mw.on_server(model, optimizer=adam)
+    mw.on_server(model.table, optimizer=sgd)
 
 
 def quietly(model: Any, batch: Batch) -> torch.Tensor:
@@ -141,6 +147,15 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         Habit(after=bounded(lambda m: m.mix.weight.data.clamp_(-0.1, 0.1))),
         r"mix\.weight is on parameter servers",
     ),
+    "a mark after the step": (
+        Habit(marked=lambda m: mw.on_server(m.table), after=lambda m, *_: mw.on_server(m.mix)),
+        r"(?s)mw\.on_server is called after the step was built.*first, then mw\.parameter_server",
+    ),
+    "a mark of a parameter after the step": (
+        Habit(after=lambda m, *_: mw.on_server(m.table.weight, optimizer=sgd)),
+        r"mw\.on_server is called after the step was built",
+    ),
+    "two marks": (Habit(marked=marked_twice), "table.weight is marked twice, with different optimizer="),
     "weights changed in forward": (Habit(loss=aloud), r"mix\.weight was changed within a step"),
     "weights changed in forward, by data": (Habit(loss=quietly), r"mix\.weight was changed within a step"),
     "weights that are set": (
@@ -198,6 +213,15 @@ def test_numbers_are_those_of_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_something_else_is_refused(name: str) -> None:
     refused(*REFUSED[name])
+
+
+def test_marks_of_a_module_and_of_a_part_add_up() -> None:
+    model = nn.Sequential(nn.Embedding(9, 2, device="meta"))
+    mw.on_server(model, optimizer=adam)
+    mw.on_server(model[0], normal=(0.0, 1.0))
+    mw.on_server(model[0].weight)
+    (mark,) = marked(model).values()
+    assert mark.optimizer is adam and mark.start is not None and mark.start.kind == "normal"
 
 
 def test_weights_that_are_not_finite_are_not_taken_for_changed() -> None:
