@@ -15,6 +15,7 @@ from meshwright.errors import ServerError
 from meshwright.runtime.trained import Trained, made_by, options_of
 from meshwright.servers.lookups import no_values
 from meshwright.servers.marks import Factory, Mark, check_empty
+from meshwright.servers.optimizer_state import StateHere, check_step, of_state
 from meshwright.servers.rules import OPTIMIZERS, check_sparse
 from meshwright.servers.shards import BYTES, Options, Parameter, Start
 from meshwright.spent_gradients import spent, unspent
@@ -43,6 +44,7 @@ class Optimizers:
         spent(self.placeholders.items())
         for optimizer in self.every:
             self._guard(optimizer, lambda: model.zero_grad())  # of now: the step replaces it later
+        self._states = self._guard_states()
 
     @staticmethod
     def _made(factory: Factory, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -83,10 +85,8 @@ class Optimizers:
         `zero_grad` does."""
         kind = type(optimizer).__name__
 
-        def of_state(*_: Any) -> NoReturn:
-            raise ServerError(
-                f"the state of {kind} is read or replaced", why="servers have it", hint="step.save, step.load"
-            )
+        def stated(*_: Any) -> NoReturn:
+            raise of_state(kind)
 
         def hooked(*_: Any, **__: Any) -> NoReturn:
             raise ServerError(
@@ -110,8 +110,8 @@ class Optimizers:
         if any(getattr(optimizer, kind, None) for kind in HOOKS):
             hooked()
         optimizer.register_step_pre_hook(outside)
-        optimizer.register_state_dict_pre_hook(of_state)
-        optimizer.register_load_state_dict_pre_hook(of_state)
+        optimizer.register_state_dict_pre_hook(stated)
+        optimizer.register_load_state_dict_pre_hook(stated)
 
         def copied(*_: Any) -> NoReturn:
             raise ServerError(
@@ -131,6 +131,25 @@ class Optimizers:
         vars(optimizer).update(
             register_step_pre_hook=hooked, register_step_post_hook=hooked, zero_grad=cleared
         )
+
+    def _guard_states(self) -> list[tuple[torch.optim.Optimizer, StateHere]]:
+        """Refuse the state of parameters on servers, and a replaced step; what stays on workers may have any."""
+        elsewhere, found = {id(p) for p in self.placeholders.values()}, []
+        for optimizer in self.every:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            here = [p for p in every if id(p) not in elsewhere]
+            if len(here) < len(every):
+                check_step(optimizer)
+                vars(optimizer)["state"] = StateHere(optimizer, here)
+                found.append((optimizer, vars(optimizer)["state"]))
+        return found
+
+    def check(self) -> None:
+        """Before a step: raise ServerError where a script has replaced what the step goes by."""
+        for optimizer, state in self._states:
+            if vars(optimizer)["state"] is not state:
+                raise of_state(type(optimizer).__name__)
+            check_step(optimizer)
 
     def step(self) -> None:
         """Update what is on no server."""

@@ -199,6 +199,7 @@ class ServerStep:
         if not (math.isfinite(weight) and weight >= 0):
             raise BatchError(f"the batch counts as {weight:g} examples", hint="weight=lambda batch: …")
         self._weights.check()
+        self._optimizers.check()
         self._active = True
         try:
             return self._step(batch, weight, told)

@@ -42,7 +42,7 @@ def on_server(
     """Keep a parameter, or all parameters of a module, on parameter servers: ``mw.on_server(nn.Embedding(n, d))``.
 
     `mw.parameter_server` acts on it; elsewhere nothing changes. An embedding that nothing else reads is pulled and
-    pushed by rows, other parameters in full. The target is returned itself; a second call on it replaces the first mark.
+    pushed by rows, other parameters in full. The target is returned itself. A second call on it replaces the mark.
 
     Args:
         optimizer: A function from these parameters to their own optimizer, such as

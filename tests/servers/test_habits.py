@@ -6,8 +6,10 @@ import copy
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -66,6 +68,25 @@ class Recomputed(Net):
         return checkpoint(super().forward, *given, use_reentrant=False)
 
 
+def signed(parameters: Any) -> Any:
+    optimizer = sgd(parameters)
+    own = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None else p.grad.sign()
+        return own(closure)
+
+    vars(optimizer)["step"] = MethodType(step, optimizer)
+    return optimizer
+
+
+def scheduled(optimizer: Any) -> Any:
+    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return optimizer
+
+
 def one_cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
 
@@ -88,6 +109,10 @@ SAME: dict[str, Habit] = {
     "numbers of torch": Habit(optimizer=lambda p: torch.optim.Adam(p, lr=torch.tensor(0.05))),
     "a schedule": Habit(
         optimizer=adam, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    ),
+    "schedules of before and later": Habit(
+        optimizer=lambda p: scheduled(adam(p)),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     ),
     "a schedule of momentum": Habit(optimizer=adam, schedule=one_cycle),
     "layers frozen later": Habit(after=lambda m, _, n: m.mix.requires_grad_(n == 3)),
@@ -179,6 +204,27 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         "values are loaded into a model",
     ),
     "the optimizer's state": (Habit(after=lambda m, o, _: o.state_dict()), "the state of SGD is read"),
+    **{
+        f"the optimizer's state {what}": (Habit(after=habit), "the state of SGD is read or replaced")
+        for what, habit in {
+            "cleared": lambda m, o, _: o.state.clear(),
+            "of a parameter": lambda m, o, _: o.state[m.mix.weight],
+            "of a group": lambda m, o, _: [o.state[p] for p in o.param_groups[0]["params"]],
+            "asked for": lambda m, o, _: m.mix.weight in o.state,
+            "counted": lambda m, o, _: len(o.state),
+            "in a loop": lambda m, o, _: [s.clear() for s in o.state.values()],
+            "replaced": lambda m, o, _: setattr(o, "state", defaultdict(dict)),
+        }.items()
+    },
+    "a step of its own": (Habit(optimizer=signed), r"another function is in the place of step\(\) of SGD"),
+    "a step of its own, later": (
+        Habit(after=lambda m, o, _: setattr(o, "step", MethodType(lambda self: None, o))),
+        r"another function is in the place of step\(\) of SGD",
+    ),
+    "a step of its own, and a schedule": (
+        Habit(optimizer=lambda p: scheduled(signed(p))),
+        r"another function is in the place of step\(\) of SGD",
+    ),
     "the optimizer's step": (Habit(after=lambda m, o, _: o.step()), r"step\(\) is called outside of a step"),
     "gradients of before": (
         Habit(
@@ -213,6 +259,22 @@ def test_numbers_are_those_of_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_something_else_is_refused(name: str) -> None:
     refused(*REFUSED[name])
+
+
+def test_the_state_and_the_step_of_what_is_on_no_server_are_its_own() -> None:
+    """With a table on servers by the same optimizer, and by another one."""
+    for own in (None, sgd):
+        model = Net()
+        mw.on_server(model.table, optimizer=own)
+        step: Any = mw.parameter_server(model, adam if own is None else lambda p: signed(p), loss=loss)
+        for batch in batches(2):
+            step(batch)
+        if own is None:
+            assert step.optimizer.state[model.mix.weight]["step"] == 2
+            step.optimizer.state[model.mix.weight]["exp_avg"].zero_()
+            assert step.optimizer.state.get(model.rare.weight) is None
+            with pytest.raises(mw.ServerError, match="the state of Adam is read"):
+                step.optimizer.state.clear()
 
 
 def test_marks_of_a_module_and_of_a_part_add_up() -> None:
