@@ -9,7 +9,6 @@ What few workers need is imported where it is used: one that joins while others 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 import weakref
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from meshwright import heartbeat
-from meshwright.errors import BatchError, ServerError, did_you_mean
-from meshwright.example_count import examples, examples_of_each
+from meshwright.errors import ServerError, did_you_mean
+from meshwright.example_count import counted, examples, examples_of_each
 from meshwright.loss_value import AFTER_BACKWARD, Loss, trainable
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
@@ -195,9 +194,7 @@ class ServerStep:
             )
         told = "" if self._describe is None else self._describe(batch, self._optimizers.every)
         batch = self._own(batch)
-        weight = float(self.weight(batch))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise BatchError(f"the batch counts as {weight:g} examples", hint="weight=lambda batch: …")
+        weight = counted(self.weight, batch)
         self._weights.check()
         self._optimizers.check()
         self._active = True

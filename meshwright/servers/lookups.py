@@ -114,7 +114,7 @@ def _padding(index: Any, rows: int, unique: torch.Tensor) -> int | None:
 
 
 def check_ids(name: str, ids: torch.Tensor) -> None:
-    """Raise ServerError for what is no tensor of ids, or has no values."""
+    """Raise ServerError for a tensor that is not of ids, or has no values."""
     check_here(name, ids)
     if ids.dtype not in (torch.int64, torch.int32):  # as torch's own lookup
         what = f"{name} is looked up with ids of {str(ids.dtype).removeprefix('torch.')}"

@@ -104,6 +104,10 @@ def _start(normal: Any, uniform: Any, seed: Any) -> Start | None:
             why="a distribution is a tuple of two numbers, a seed a whole number",
             hint="mw.on_server(table, normal=(0.0, 0.01), seed=0)",
         )
+    if not -(2**63) <= seed < 2**64:
+        raise ServerError(
+            f"mw.on_server is given seed={seed}", why="servers take seeds of 64 bits", hint="seed=0"
+        )
     low, high = map(float, pair)
     if not (math.isfinite(low) and math.isfinite(high)) or (high < 0 if uniform is None else high < low):
         name, second = ("normal", "standard deviation") if uniform is None else ("uniform", "upper bound")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from tests.servers.habits import Batch, Habit, Net, bounded, loss, nothing, refused, sgd
+from tests.servers.habits import Batch, Habit, Net, batches, bounded, loss, nothing, refused, sgd
 
 
 def on_its_device(model: Any, batch: Batch) -> torch.Tensor:
@@ -161,3 +161,20 @@ def test_batches_that_do_not_say_how_many_examples_they_have(together) -> None:
     assert all(isinstance(value, torch.Tensor) for value in counted)
     (error,) = together(1, 1, lambda rank: work(rank, weight=lambda batch: float("nan")))
     assert "counts as nan examples" in str(error)
+    for given in ("x", None, torch.ones(2), batches(1)):
+        (error,) = together(1, 1, lambda rank, given=given: work(rank, weight=lambda batch: given))
+        assert isinstance(error, mw.BatchError) and "which is no number" in str(error)
+    (error,) = together(1, 1, lambda rank: work(rank, weight=3))
+    assert isinstance(error, mw.ServerError) and "weight=3 is not a function" in str(error)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_is_too_large(seed: int) -> None:
+    with pytest.raises(mw.ServerError, match=f"seed={seed}"):
+        mw.on_server(nn.Embedding(3, 2, device="meta"), normal=(0.0, 1.0), seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+def test_the_largest_seeds(seed: int) -> None:
+    table = nn.Sequential(mw.on_server(nn.Embedding(3, 2, device="meta"), uniform=(0.0, 1.0), seed=seed))
+    mw.parameter_server(table, sgd, loss=lambda m, x: m(x).mean())(torch.arange(3))
