@@ -182,11 +182,14 @@ class ServerWeights:
                 hint="return the loss without backward(); of several losses, or micro-batches, return the sum",
             )
 
-    def gradients(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gradients(self, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Those of what is pulled in full, on the host. Raises ServerError where the model has changed its weights.
-        `values`: what `fill` was given."""
+        `values`: what `fill` was given, to compare with: a change by `weight.data` leaves a version as it is."""
+        known = {} if values is None else values
         for name, was, now in zip(self._same, self._versions, self._now(), strict=True):
-            if was != now or (name in self.dense and not _equal(self.dense[name], values[name])):
+            if was != now or (
+                name in self.dense and name in known and not _equal(self.dense[name], known[name])
+            ):
                 held = name in self.dense
                 raise ServerError(
                     f"{name} was changed within a step",
@@ -298,7 +301,7 @@ class ServerWeights:
 
 
 def _equal(weight: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a weight has this value still, NaN included. A change by `weight.data` leaves its version as it is."""
+    """Whether a weight has this value still, NaN included."""
     value = value.to(weight.device)
     return torch.equal(weight, value) or torch.allclose(weight, value, rtol=0.0, atol=0.0, equal_nan=True)
 

@@ -57,14 +57,14 @@ class Lookups:
         """Look up through `pull`, which returns the rows of ids [n]. The module keeps a table without values."""
         weight = module.weight
         assert isinstance(weight, torch.nn.Parameter)
-        device, rows_of = weight.device if not weight.is_meta else torch.device("cpu"), weight.shape[0]
+        device, rows_of = None if weight.is_meta else weight.device, weight.shape[0]
         module.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"))
         vars(module.weight).update(vars(weight))
 
         def looked_up(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
             check_ids(name, ids)
             unique, where = torch.unique(ids.detach().cpu().long(), return_inverse=True)
-            rows = self._pulled(name, unique, pull).to(device)
+            rows = self._pulled(name, unique, pull).to(ids.device if device is None else device)
             if torch.is_grad_enabled() and module.weight.requires_grad:
                 rows.requires_grad_()
                 if self.active:
