@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from meshwright.errors import BatchError
+from meshwright.errors import BatchError, a_type
 
 NESTED = 4  # levels of a batch in which a first tensor is looked for without importing the capture
 
@@ -47,6 +48,22 @@ def examples_of_each(batch: Any) -> float:
     return examples(batch)
 
 
+def counted(weight: Callable[[Any], Any], batch: Any) -> float:
+    """What a script's function says of a batch. Raises BatchError for what counts no examples."""
+    found = weight(batch)
+    try:
+        count = float(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise BatchError(
+            f"weight(batch) returns {a_type(found)}, which is no number",
+            why="it says how many examples are in the batch",
+            hint='weight=lambda batch: len(batch["ids"])',
+        ) from None
+    if not (math.isfinite(count) and count >= 0):
+        raise BatchError(f"the batch counts as {count:g} examples", hint="weight=lambda batch: …")
+    return count
+
+
 def _first_dims(batch: Any, path: str, depth: int = 0) -> Iterator[tuple[str, int]]:
     if isinstance(batch, torch.Tensor):
         if batch.dim():
@@ -56,4 +73,4 @@ def _first_dims(batch: Any, path: str, depth: int = 0) -> Iterator[tuple[str, in
             yield from _first_dims(inner, f"{path}.{key}" if path else str(key), depth + 1)
 
 
-__all__ = ["examples", "examples_of_each"]
+__all__ = ["counted", "examples", "examples_of_each"]

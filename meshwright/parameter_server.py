@@ -41,6 +41,12 @@ def parameter_server(
     Raises ServerError for what servers cannot hold: an optimizer of the user's own, a table that forward changes.
     """
     check_arguments(model, optimizer, loss, staleness)
+    if not callable(weight):
+        raise ServerError(
+            f"weight={weight!r:.60} is not a function",
+            why="batches may have different numbers of examples",
+            hint='weight=lambda batch: len(batch["ids"])',
+        )
     return ServerStep(model, optimizer, loss, staleness, weight, clip_norm=clip_norm)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from msgspec import structs
 
 from meshwright.core.type_guards import is_number
 from meshwright.errors import ServerError
 from meshwright.runtime.trained import Trained, made_by, options_of
 from meshwright.servers.lookups import no_values
-from meshwright.servers.marks import Factory, Mark
+from meshwright.servers.marks import Factory, Mark, check_empty
+from meshwright.servers.optimizer_state import StateHere, check_step, of_state
 from meshwright.servers.rules import OPTIMIZERS, check_sparse
-from meshwright.servers.shards import BYTES, Options, Parameter
+from meshwright.servers.shards import BYTES, Options, Parameter, Start
 from meshwright.spent_gradients import spent, unspent
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -41,7 +43,8 @@ class Optimizers:
         self._now = False
         spent(self.placeholders.items())
         for optimizer in self.every:
-            self._guard(optimizer)
+            self._guard(optimizer, lambda: model.zero_grad())  # of now: the step replaces it later
+        self._states = self._guard_states()
 
     @staticmethod
     def _made(factory: Factory, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -77,14 +80,13 @@ class Optimizers:
             raise ServerError(f"no optimizer updates {left[0]}", why="the function left it out")
         return found
 
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what a script does with an optimizer that has all parameters and their state."""
+    def _guard(self, optimizer: torch.optim.Optimizer, clear: Callable[[], None]) -> None:
+        """Refuse what a script does with an optimizer that has all parameters and their state. `clear`: what
+        `zero_grad` does."""
         kind = type(optimizer).__name__
 
-        def of_state(*_: Any) -> NoReturn:
-            raise ServerError(
-                f"the state of {kind} is read or replaced", why="servers have it", hint="step.save, step.load"
-            )
+        def stated(*_: Any) -> NoReturn:
+            raise of_state(kind)
 
         def hooked(*_: Any, **__: Any) -> NoReturn:
             raise ServerError(
@@ -94,7 +96,8 @@ class Optimizers:
             )
 
         def cleared(set_to_none: bool = True) -> None:
-            """Do nothing: a step has cleared the gradients."""
+            """A step has cleared the gradients, but a backward() that was refused has not."""
+            clear()
 
         def outside(*_: Any) -> None:
             if not self._now:
@@ -107,8 +110,8 @@ class Optimizers:
         if any(getattr(optimizer, kind, None) for kind in HOOKS):
             hooked()
         optimizer.register_step_pre_hook(outside)
-        optimizer.register_state_dict_pre_hook(of_state)
-        optimizer.register_load_state_dict_pre_hook(of_state)
+        optimizer.register_state_dict_pre_hook(stated)
+        optimizer.register_load_state_dict_pre_hook(stated)
 
         def copied(*_: Any) -> NoReturn:
             raise ServerError(
@@ -128,6 +131,25 @@ class Optimizers:
         vars(optimizer).update(
             register_step_pre_hook=hooked, register_step_post_hook=hooked, zero_grad=cleared
         )
+
+    def _guard_states(self) -> list[tuple[torch.optim.Optimizer, StateHere]]:
+        """Refuse the state of parameters on servers, and a replaced step; what stays on workers may have any."""
+        elsewhere, found = {id(p) for p in self.placeholders.values()}, []
+        for optimizer in self.every:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            here = [p for p in every if id(p) not in elsewhere]
+            if len(here) < len(every):
+                check_step(optimizer)
+                vars(optimizer)["state"] = StateHere(optimizer, here)
+                found.append((optimizer, vars(optimizer)["state"]))
+        return found
+
+    def check(self) -> None:
+        """Before a step: raise ServerError where a script has replaced what the step goes by."""
+        for optimizer, state in self._states:
+            if vars(optimizer)["state"] is not state:
+                raise of_state(type(optimizer).__name__)
+            check_step(optimizer)
 
     def step(self) -> None:
         """Update what is on no server."""
@@ -213,9 +235,14 @@ def declared(
     for name, mark in marks.items():
         tensor, table = named[name], name in by_rows
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_meta and (mark.start is None or not table):
+            raise no_values(name, table=table)
+        if mark.start is not None:
+            check_empty([(name, tensor)], mark.start.kind)
         if dtype not in BYTES:
             raise ServerError(f"{name} is {dtype}", why="servers store " + ", ".join(BYTES))
-        sparse = table and bool(getattr(model.get_submodule(name.rpartition(".")[0]), "sparse", False))
+        module = model.get_submodule(name.rpartition(".")[0])
+        sparse = table and bool(getattr(module, "sparse", False))
         parameter = Parameter(
             name,
             tuple(tensor.shape),
@@ -224,15 +251,20 @@ def declared(
             optimizers.options(name),
             table,
             sparse,
-            mark.start,
+            _with_padding(mark.start, module, tensor),
         )
         check_sparse(parameter)
-        if tensor.is_meta and (parameter.start is None or not table):
-            raise no_values(name)
         found.append(parameter)
     if empty := [name for name, p in named.items() if p.is_meta and name not in marks]:
-        raise no_values(empty[0])
+        raise no_values(empty[0], table=False)
     return tuple(found)
+
+
+def _with_padding(start: Start | None, module: Any, weight: torch.Tensor) -> Start | None:
+    """How servers fill a table, whose row of `padding_idx` is zero as torch makes it."""
+    if start is None or module.padding_idx is None:
+        return start
+    return structs.replace(start, padding=module.padding_idx % weight.shape[0])
 
 
 __all__ = ["Optimizers", "check_equal", "declared"]

@@ -9,7 +9,6 @@ What few workers need is imported where it is used: one that joins while others 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from meshwright import heartbeat
-from meshwright.errors import BatchError, ServerError, did_you_mean
-from meshwright.example_count import examples, examples_of_each
+from meshwright.errors import ServerError, did_you_mean
+from meshwright.example_count import counted, examples, examples_of_each
 from meshwright.loss_value import AFTER_BACKWARD, Loss, trainable
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
@@ -199,10 +198,9 @@ class ServerStep:
         of_job.check_begins(self._begun_at)
         told = "" if self._describe is None else self._describe(batch, self._optimizers.every)
         batch = self._own(batch)
-        weight = float(self.weight(batch))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise BatchError(f"the batch counts as {weight:g} examples", hint="weight=lambda batch: …")
+        weight = counted(self.weight, batch)
         self._weights.check()
+        self._optimizers.check()
         self._active = True
         try:
             return self._step(batch, weight, told)
@@ -224,7 +222,10 @@ class ServerStep:
         self._weights.check_loss(rows for leaves in self._lookups.leaves.values() for _, rows in leaves)
         trainable(loss, self.loss).backward()
         self.traffic.looked_up_rows += self._lookups.rows
-        dense, rows = self._weights.gradients(), self._lookups.gradients()
+        some = (
+            self.worker.clock & (self.worker.clock - 1) == 0
+        )  # steps 1, 2, 3, 5, 9, …: it costs as long as a copy
+        dense, rows = self._weights.gradients(rows_of if some else None), self._lookups.gradients()
         if not weight:  # no example: whatever the loss made of that does not count
             dense, rows = {}, {}
             for parameter in self._rest.values():

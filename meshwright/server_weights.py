@@ -16,6 +16,7 @@ import torch
 from meshwright.errors import ServerError
 from meshwright.placeholders import FLAG, GRADIENT, METADATA, READ, SHOWN, WRITE, first, wanted
 from meshwright.servers import messages as m
+from meshwright.servers.marks import TRAINED
 from meshwright.servers.norms import factor, squares_of
 from meshwright.spent_gradients import spent, unspent
 
@@ -36,22 +37,21 @@ PullTable = Callable[[str], torch.Tensor]
 class OnServer(torch.nn.Parameter):
     """A parameter that a worker has no values of; it answers for shape, dtype and `requires_grad`."""
 
+    is_meta = False  # torch.nn.init would silently leave it as it is
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises ServerError for what needs values."""
         if func in METADATA or func in FLAG or (func == CLEAR and args[1] is None):
             return super().__torch_function__(func, (cls,), args, kwargs or {})
         x = first((OnServer,), args, kwargs)
-        name = vars(x)[HELD]
         if func in SHOWN:
-            return f"{name}: {tuple(x.shape)} {x.dtype}, which parameter servers have"
-        called, what = wanted(func)
-        hint = vars(x).get(ROWS, HINTS[READ]) if what == READ else HINTS[what]
-        if called in CONVERTS:
-            hint = f"move or convert the model before its step is built; {hint}"
-        raise ServerError(
-            f"{name} is on parameter servers, not here", why=f"{called} was called on it", hint=hint
-        )
+            return f"{vars(x)[HELD]}: {tuple(x.shape)} {x.dtype}, which parameter servers have"
+        raise _not_here(x, func)
+
+    def set_(self, *args: Any, **_: Any) -> NoReturn:
+        """Raise ServerError: torch does not pass this one on to `__torch_function__`."""
+        raise _not_here(self, torch.Tensor.set_)
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         """Raise ServerError."""
@@ -60,6 +60,17 @@ class OnServer(torch.nn.Parameter):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Raise ServerError."""
         raise not_copied(vars(self)[HELD])
+
+
+def _not_here(x: OnServer, func: Any) -> ServerError:
+    """The error for a function of torch that needs values of a parameter."""
+    called, what = wanted(func)
+    hint = vars(x).get(ROWS, HINTS[READ]) if what == READ else HINTS[what]
+    if called in CONVERTS:
+        hint = f"move or convert the model before its step is built; {hint}"
+    return ServerError(
+        f"{vars(x)[HELD]} is on parameter servers, not here", why=f"{called} was called on it", hint=hint
+    )
 
 
 def not_copied(what: str) -> ServerError:
@@ -101,6 +112,8 @@ class ServerWeights:
         self._kinds = {name: type(p) for name, p in self._held.items()}
         self._versions: list[int] = []
         self._same = self.dense if alone else {**self._rest, **self.dense}  # what a step may not change
+        for p in self._trained.values():
+            vars(p)[TRAINED] = True
         for name, p in self._held.items():
             vars(p)[HELD] = name
         for name, p in found.items():
@@ -131,7 +144,8 @@ class ServerWeights:
     def check(self) -> None:
         """Before a step: raise ServerError for a parameter that the step would not train, or not as the script says."""
         for name, p in self._model.named_parameters():
-            if p.requires_grad and self._trained.get(name) is not p:
+            swapped = name in self._held and type(p) is not OnServer  # as torch.utils.swap_tensors does
+            if p.requires_grad and (swapped or self._trained.get(name) is not p):
                 raise ServerError(
                     f"{name} is not a parameter that this step trains",
                     why="it was replaced, added or unfrozen after the step was built",
@@ -168,10 +182,14 @@ class ServerWeights:
                 hint="return the loss without backward(); of several losses, or micro-batches, return the sum",
             )
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Those of what is pulled in full, on the host. Raises ServerError where the model has changed its weights."""
+    def gradients(self, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Those of what is pulled in full, on the host. Raises ServerError where the model has changed its weights.
+        `values`: what `fill` was given, to compare with: a change by `weight.data` leaves a version as it is."""
+        known = {} if values is None else values
         for name, was, now in zip(self._same, self._versions, self._now(), strict=True):
-            if was != now:
+            if was != now or (
+                name in self.dense and name in known and not _equal(self.dense[name], known[name])
+            ):
                 held = name in self.dense
                 raise ServerError(
                     f"{name} was changed within a step",
@@ -280,6 +298,12 @@ class ServerWeights:
 
         module.register_state_dict_pre_hook(before)
         module.register_state_dict_post_hook(after)
+
+
+def _equal(weight: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a weight has this value still, NaN included."""
+    value = value.to(weight.device)
+    return torch.equal(weight, value) or torch.allclose(weight, value, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def check_free(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,22 @@ settings.load_profile("busy")
 
 # A shell that starts this in the background has it ignore Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--share K/N``."""
+    parser.addoption(
+        "--share", default="1/1", metavar="K/N", help="only the tests of one of N shares, the K-th"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is in other shares. A test is in the same one at all times, whatever others there are."""
+    mine, shares = map(int, config.getoption("share").split("/"))
+    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares != mine - 1]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == mine - 1]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

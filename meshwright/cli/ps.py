@@ -118,7 +118,7 @@ def spread(
     servers.meeting.want(count)
     new = use_servers(servers, declare, range(count), mover)
     servers.close()
-    print(f"the parameters are on {len(new.servers)} servers")
+    print(f"the parameters are on {len(new.servers)} server{'' if len(new.servers) == 1 else 's'}")
 
 
 def _declared(servers: Remote) -> Declare:

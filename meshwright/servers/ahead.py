@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from meshwright.errors import ServerError, a_type
+from meshwright.servers.lookups import check_ids
 from meshwright.servers.worker import Prefetched, Worker
 
 Batch = TypeVar("Batch")
 Ids = Mapping[str, torch.Tensor]  # by table
+LIKE = 'step.prefetch(batches, lambda batch: {model.ids: batch["ids"]})'
 
 
 class Ahead:
@@ -66,13 +68,23 @@ def named(
     names = {module: name for name, module in tables.items()}
 
     def ids(batch: Batch) -> Ids:
-        found = ids_of(batch)
+        found: Any = ids_of(batch)
+        if not isinstance(found, Mapping):
+            raise ServerError(
+                f"the function of prefetch(…) returns {a_type(found)}",
+                why="it says which ids each marked embedding will look up in a batch",
+                hint=LIKE,
+            )
         if strange := [module for module in found if module not in names]:
             raise ServerError(
                 f"prefetch(…) has ids of {a_type(strange[0])}",
                 why="rows are read of embeddings that mw.on_server marks, and that nothing else uses",
-                hint='lambda batch: {model.ids: batch["ids"]}',
+                hint=LIKE,
             )
+        for module, each in found.items():
+            if not isinstance(each, torch.Tensor):
+                raise ServerError(f"prefetch(…) has {a_type(each)} as ids of {names[module]}", hint=LIKE)
+            check_ids(names[module], each)
         return {names[module]: each for module, each in found.items()}
 
     return ids

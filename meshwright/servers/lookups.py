@@ -57,16 +57,14 @@ class Lookups:
         """Look up through `pull`, which returns the rows of ids [n]. The module keeps a table without values."""
         weight = module.weight
         assert isinstance(weight, torch.nn.Parameter)
-        device, rows_of = weight.device if not weight.is_meta else torch.device("cpu"), weight.shape[0]
+        device, rows_of = None if weight.is_meta else weight.device, weight.shape[0]
         module.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"))
         vars(module.weight).update(vars(weight))
 
         def looked_up(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-            if ids.dtype not in (torch.int64, torch.int32):  # as torch's own lookup
-                what = f"{name} is looked up with ids of {str(ids.dtype).removeprefix('torch.')}"
-                raise ServerError(what, why="an id is the number of a row", hint="ids.long()")
+            check_ids(name, ids)
             unique, where = torch.unique(ids.detach().cpu().long(), return_inverse=True)
-            rows = self._pulled(name, unique, pull).to(device)
+            rows = self._pulled(name, unique, pull).to(ids.device if device is None else device)
             if torch.is_grad_enabled() and module.weight.requires_grad:
                 rows.requires_grad_()
                 if self.active:
@@ -82,6 +80,8 @@ class Lookups:
 
         @torch.compiler.disable
         def bag(input: torch.Tensor, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
+            for given in (offsets, per_sample_weights):
+                check_here(name, given)
             rows, where, padding = looked_up(input)
             options = {"mode": module.mode, "include_last_offset": module.include_last_offset}
             return F.embedding_bag(
@@ -113,12 +113,37 @@ def _padding(index: Any, rows: int, unique: torch.Tensor) -> int | None:
     return at if at < len(unique) and int(unique[at]) == index % rows else None
 
 
-def no_values(name: str) -> ServerError:
-    """The error for a parameter without values that nobody fills."""
+def check_ids(name: str, ids: torch.Tensor) -> None:
+    """Raise ServerError for a tensor that is not of ids, or has no values."""
+    check_here(name, ids)
+    if ids.dtype not in (torch.int64, torch.int32):  # as torch's own lookup
+        what = f"{name} is looked up with ids of {str(ids.dtype).removeprefix('torch.')}"
+        raise ServerError(what, why="an id is the number of a row", hint="ids.long()")
+
+
+def check_here(name: str, given: Any) -> None:
+    """Raise ServerError for a tensor that a script has made on the device of a table that is not here."""
+    if isinstance(given, torch.Tensor) and given.is_meta:
+        raise ServerError(
+            f"{name} is looked up with a tensor on the meta device",
+            why="it has no values; meta is the device of a table on servers, as table.weight.device and "
+            "next(model.parameters()).device say",
+            hint='another device for batches and ids: torch.arange(n, device=ids.device), batch.to("cpu")',
+        )
+
+
+def no_values(name: str, *, table: bool) -> ServerError:
+    """The error for a parameter without values that nobody fills. `table`: servers could."""
+    what = f"{name} is on the meta device and has no values"
+    if table:
+        return ServerError(
+            what, hint="mw.on_server(…, normal=(0.0, 0.01)): the servers fill it by row and seed"
+        )
     return ServerError(
-        f"{name} is on the meta device and has no values",
-        hint="mw.on_server(…, normal=(0.0, 0.01)): the servers fill it by row and seed",
+        what,
+        why="servers fill only a marked nn.Embedding or nn.EmbeddingBag whose weight is used nowhere else",
+        hint='make it on the CPU, without device="meta"',
     )
 
 
-__all__ = ["Lookups", "no_values"]
+__all__ = ["Lookups", "check_ids", "no_values"]

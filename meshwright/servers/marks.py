@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,9 @@ from meshwright.errors import ServerError, a_type
 from meshwright.servers.shards import Start
 
 MARK = "meshwright_on_server"
+TRAINED = (
+    "meshwright_trained"  # an attribute of a parameter that a step with servers trains: a mark comes too late
+)
 T = TypeVar("T", torch.nn.Module, torch.nn.Parameter)
 Factory = Callable[[Any], torch.optim.Optimizer]
 BAGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -39,16 +42,18 @@ def on_server(
     """Keep a parameter, or all parameters of a module, on parameter servers: ``mw.on_server(nn.Embedding(n, d))``.
 
     `mw.parameter_server` acts on it; elsewhere nothing changes. An embedding that nothing else reads is pulled and
-    pushed by rows, other parameters in full. The target is returned itself.
+    pushed by rows, other parameters in full. The target is returned itself. A second call on it replaces the mark.
 
     Args:
         optimizer: A function from these parameters to their own optimizer, such as
             ``lambda p: torch.optim.SparseAdam(p, lr=0.1)``.
-        normal: The mean and standard deviation with which servers fill a target on the meta device, by `seed` and row.
+        normal: The mean and standard deviation with which servers fill a table on the meta device, by `seed` and row:
+            an `nn.Embedding` or `nn.EmbeddingBag` whose weight is used nowhere else. The row of `padding_idx` is zero.
             So a table may be larger than a worker's memory: ``nn.Embedding(n, d, device="meta")``.
         uniform: Lower and upper bound instead.
 
-    Raises ServerError for a target that has no parameters, and for one with values that would be replaced.
+    Raises ServerError for a target that has no parameters, for one with values that would be replaced, and for one of
+    which a step has been built.
     """
     if not isinstance(target, torch.nn.Module | torch.nn.Parameter):
         raise ServerError(
@@ -63,15 +68,22 @@ def on_server(
             hint="optimizer=lambda parameters: torch.optim.SparseAdam(parameters, lr=0.01)",
         )
     mark = Mark(optimizer, _start(normal, uniform, seed))
+    itself = isinstance(target, torch.nn.Parameter)
+    named = [("it", target)] if itself else list(target.named_parameters())
+    if any(TRAINED in vars(p) for _, p in named):
+        raise ServerError(
+            "mw.on_server is called after the step was built",
+            why="it has decided then what is on servers, and by which optimizer they update it",
+            hint="mw.on_server(…) first, then mw.parameter_server(model, …)",
+        )
     if mark.start is not None:
-        _check_empty(target, mark.start.kind)
+        check_empty(named, mark.start.kind)
     setattr(target, MARK, mark)
     return target
 
 
-def _check_empty(target: torch.nn.Module | torch.nn.Parameter, kind: str) -> None:
+def check_empty(named: Iterable[tuple[str, torch.nn.Parameter]], kind: str) -> None:
     """Raise ServerError for a parameter whose values would be replaced."""
-    named = [("it", target)] if isinstance(target, torch.nn.Parameter) else target.named_parameters()
     if found := [name for name, p in named if not p.is_meta]:
         raise ServerError(
             f"mw.on_server is given {kind}=, and {found[0]} has values",
@@ -92,6 +104,10 @@ def _start(normal: Any, uniform: Any, seed: Any) -> Start | None:
             why="a distribution is a tuple of two numbers, a seed a whole number",
             hint="mw.on_server(table, normal=(0.0, 0.01), seed=0)",
         )
+    if not -(2**63) <= seed < 2**64:
+        raise ServerError(
+            f"mw.on_server is given seed={seed}", why="servers take seeds of 64 bits", hint="seed=0"
+        )
     low, high = map(float, pair)
     if not (math.isfinite(low) and math.isfinite(high)) or (high < 0 if uniform is None else high < low):
         name, second = ("normal", "standard deviation") if uniform is None else ("uniform", "upper bound")
@@ -104,17 +120,33 @@ def _start(normal: Any, uniform: Any, seed: Any) -> Start | None:
 
 
 def marked(model: torch.nn.Module) -> dict[str, Mark]:
-    """The trained parameters that live on servers, by name: those that are marked, or all if none is. The innermost
-    mark counts."""
-    marks: dict[int, Mark] = {}
+    """The trained parameters that live on servers, by name: those that are marked, or all if none is. Raises
+    ServerError where two marks on one parameter, as of a module and of one in it, differ."""
+    marks: dict[int, list[Mark]] = {}
     for module in model.modules():
-        if (mark := vars(module).get(MARK)) is not None:
-            marks.update({id(p): mark for p in module.parameters()})
-    marks.update({id(p): mark for p in model.parameters() if (mark := getattr(p, MARK, None)) is not None})
+        for p in module.parameters() if MARK in vars(module) else ():
+            marks.setdefault(id(p), []).append(vars(module)[MARK])
+    for p in model.parameters():
+        if MARK in vars(p):
+            marks.setdefault(id(p), []).append(vars(p)[MARK])
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not marks:
         return dict.fromkeys(named, Mark())
-    return {n: marks[id(p)] for n, p in named.items() if id(p) in marks}
+    return {n: _one(n, marks[id(p)]) for n, p in named.items() if id(p) in marks}
+
+
+def _one(name: str, marks: Sequence[Mark]) -> Mark:
+    """What all marks on a parameter say together."""
+    optimizers = {id(mark.optimizer): mark.optimizer for mark in marks if mark.optimizer is not None}
+    starts = {mark.start for mark in marks if mark.start is not None}
+    for what, found in (("optimizer=", optimizers), ("normal=, uniform= or seed=", starts)):
+        if len(found) > 1:
+            raise ServerError(
+                f"{name} is marked twice, with different {what}",
+                why="as a module that is marked, and as a part of it or of another one",
+                hint="one of the marks; several modules may be marked instead of one that holds them all",
+            )
+    return Mark(next(iter(optimizers.values()), None), next(iter(starts), None))
 
 
 def tables(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
@@ -161,4 +193,15 @@ def check_all_reduced(model: torch.nn.Module, rest: Collection[str], full: Colle
                 )
 
 
-__all__ = ["BAGS", "MARK", "Factory", "Mark", "check_all_reduced", "marked", "on_server", "tables"]
+__all__ = [
+    "BAGS",
+    "MARK",
+    "TRAINED",
+    "Factory",
+    "Mark",
+    "check_all_reduced",
+    "check_empty",
+    "marked",
+    "on_server",
+    "tables",
+]

@@ -9,7 +9,7 @@ then on the others. What the first server says of a lost worker's push holds on 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from msgspec import structs
@@ -93,7 +93,7 @@ class Server(State):
                 gone = of_before(self.declared, request, self.clocks.of)
                 self.declared = structs.replace(self.declared, life=request.life)
                 if self.declared.together:
-                    self._take_back(gone)
+                    self._take_back()
                 for worker in gone:
                     self._leave(worker)
                 here = len([w for w in self.clocks.of if w < request.workers])
@@ -153,13 +153,14 @@ class Server(State):
         """Whether a worker that is lost is started again, together with all others."""
         return self.declared is not None and self.declared.together and worker < LATE_WORKERS
 
-    def _take_back(self, workers: Collection[int]) -> None:
-        """Forget what these workers have pushed for a step that others have not: all of them do it again."""
-        first = self.clocks.least() if self.clocks.bound == 0 else max(self.rounds, default=0) + 1
-        for number in [n for n in self.rounds if n >= first]:
-            for worker in self.rounds[number].keys() & set(workers):
+    def _take_back(self) -> None:
+        """Forget what workers have pushed for a step that others have not: all that start again do it again. Some may
+        have left, asked to end."""
+        for number in [n for n in self.rounds if not self.clocks.applies(n)]:
+            for worker in [w for w in self.rounds[number] if w < LATE_WORKERS]:
                 del self.rounds[number][worker]
-                self.clocks.of[worker] = self.pushed[worker] = number
+                (self.clocks.of if worker in self.clocks.of else self.clocks.left)[worker] = number
+                self.pushed[worker] = number
                 for stream in self.streams.values():
                     stream.taken_back(worker, number)
             if not self.rounds[number]:

@@ -23,12 +23,13 @@ BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 class Start(msgspec.Struct, frozen=True):
     """How servers fill a parameter without values from a worker: by seed and row. `low` and `high` bound a uniform
-    distribution; for ``kind="normal"`` they are mean and standard deviation."""
+    distribution; for ``kind="normal"`` they are mean and standard deviation. `padding`: a row that is zero."""
 
     kind: str
     low: float
     high: float
     seed: int
+    padding: int | None = None
 
 
 class Parameter(msgspec.Struct, frozen=True):

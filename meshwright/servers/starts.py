@@ -20,8 +20,8 @@ TO_UNIT = 2.0**-53
 
 
 def fill(parameter: Parameter, rows: range) -> torch.Tensor:
-    """The values of consecutive rows [rows, …] of a table; of another parameter, all values."""
-    start, shape = parameter.start, parameter.shape[1:] if parameter.table else parameter.shape
+    """The values of consecutive rows [rows, …] of a table."""
+    start, shape = parameter.start, parameter.shape[1:]
     assert start is not None
     width = math.prod(shape)
     counts = -(-2 * width // WORDS)  # two words for each number, as a normal one needs
@@ -32,7 +32,9 @@ def fill(parameter: Parameter, rows: range) -> torch.Tensor:
     for some in made.split(max(1, AT_ONCE // (counts * WORDS))):
         words = generator.random_raw(len(some) * counts * WORDS).reshape(len(some), -1)
         some.copy_(torch.from_numpy(_numbers(start, words[:, :width], words[:, width : 2 * width])))
-    return made.reshape((len(rows), *shape) if parameter.table else shape)
+    if start.padding is not None and start.padding in rows:
+        made[start.padding - rows.start] = 0
+    return made.reshape((len(rows), *shape))
 
 
 def _numbers(start: Start, one: np.ndarray, other: np.ndarray) -> np.ndarray:

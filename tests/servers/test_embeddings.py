@@ -11,11 +11,26 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from tests.servers.habits import Batch, Habit, Net, bounded, loss, nothing, refused, sgd
+from tests.servers.habits import Batch, Habit, Net, batches, bounded, loss, nothing, refused, sgd
+
+
+def on_its_device(model: Any, batch: Batch) -> torch.Tensor:
+    device = next(model.parameters()).device
+    return loss(model, (batch[0].to(device), batch[1].to(device)))
+
+
+def with_positions(model: Any, batch: Batch) -> torch.Tensor:
+    return loss(model, batch) + model.rare(torch.arange(3, device=model.rare.weight.device)).square().mean()
 
 
 def with_norm(model: Any, batch: Batch) -> torch.Tensor:
     return loss(model, batch) + 0.01 * model.table.weight.square().sum()
+
+
+def tied(model: Any) -> None:
+    mw.on_server(model.table.to("meta"), uniform=(-1.0, 1.0))
+    model.again = nn.Linear(6, 50, bias=False, device="meta")
+    model.again.weight = model.table.weight
 
 
 class Table(nn.Embedding):
@@ -33,7 +48,13 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         r"table\.weight has a hook on its gradient",
     ),
     "rows that are set": (Habit(after=bounded(lambda m: m.table.weight.detach()[3].zero_())), "detach was called"),
-    "initialised again": (Habit(after=bounded(lambda m: nn.init.ones_(m.table.weight))), r"table\.weight is on"),
+    **{
+        f"initialised again by {init.__name__}": (
+            Habit(after=lambda m, *_, init=init: init(m.table.weight)),
+            r"table\.weight is on parameter servers",
+        )
+        for init in (nn.init.ones_, nn.init.trunc_normal_, nn.init.orthogonal_)
+    },
     "a norm of a table": (Habit(loss=with_norm), r"table\.weight is on parameter servers"),
     "a table as a layer": (
         Habit(loss=lambda m, b: F.linear(m.table(b[0]).mean(1), m.table.weight).square().mean()),
@@ -44,6 +65,34 @@ REFUSED: dict[str, tuple[Habit, str]] = {
     "a frozen table without values": (
         Habit(marked=lambda m: setattr(m, "more", nn.Embedding(3, 2, device="meta").requires_grad_(False))),
         r"more\.weight is on the meta device",
+    ),
+    "a batch on the device of a table": (
+        Habit(loss=on_its_device),
+        r"(?s)table\.weight is looked up .* on the meta device.*next\(model\.parameters\(\)\)",
+    ),
+    "ids on the device of a table": (
+        Habit(loss=with_positions),
+        r"(?s)rare\.weight is looked up .* on the meta.*table\.weight\.device.*torch\.arange\(n, device=ids\.device\)",
+    ),
+    "offsets on the device of a table": (
+        Habit(
+            build=lambda: nn.EmbeddingBag(50, 2),
+            loss=lambda m, b: m(b[0][0], torch.zeros(1, dtype=torch.long, device=m.weight.device)).mean(),
+        ),
+        "weight is looked up with a tensor on the meta device",
+    ),
+    "a table without values that servers could fill": (
+        Habit(marked=lambda m: mw.on_server(m.table.to("meta"))),
+        r"(?s)table\.weight is on the meta device.*mw\.on_server\(…, normal=",
+    ),
+    "layers that servers shall fill": (
+        Habit(marked=lambda m: mw.on_server(m.mix.to("meta"), normal=(0.0, 1.0))),
+        r"(?s)mix\.weight is on the meta.*nn\.EmbeddingBag whose weight is used nowhere else.*on the CPU",
+    ),
+    "a tied table that servers shall fill": (Habit(marked=tied), "(?s)meta device.*used nowhere else"),
+    "a table that has values again": (
+        Habit(marked=lambda m: mw.on_server(m.table.to("meta"), normal=(0.0, 1.0)).to_empty(device="cpu")),
+        "normal=, and table.weight has values",
     ),
     "gradients of before, of a table": (
         Habit(after=bounded(lambda m: m.table(torch.arange(3)).sum().backward())),
@@ -82,6 +131,21 @@ def test_bags(mode: str, padding: int | None, marked: Any) -> None:
     Habit(build=lambda: Weighted(mode, padding), marked=marked).compare()
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("padding", [3, -1])
+def test_the_padding_row_of_a_table_that_servers_fill_is_zero(together, kind: Any, padding: int) -> None:
+    table = kind(9, 2, padding_idx=padding, device="meta")
+    mw.on_server(table, normal=(0.0, 1.0), seed=3)
+
+    def work(_: int) -> torch.Tensor:
+        step = mw.parameter_server(copy.deepcopy(table), sgd, loss=lambda m, ids: m(ids).mean())
+        return step.full_state()["weight"]
+
+    one, (several,) = together(1, 1, work)[0], together(1, 3, work)
+    assert torch.equal(one, several)
+    assert [i for i, row in enumerate(one) if not row.any()] == [padding % 9]
+
+
 def test_batches_that_do_not_say_how_many_examples_they_have(together) -> None:
     bag = nn.EmbeddingBag(50, 2)
     flat = {"ids": torch.arange(7), "offsets": torch.tensor([0, 3])}
@@ -97,3 +161,20 @@ def test_batches_that_do_not_say_how_many_examples_they_have(together) -> None:
     assert all(isinstance(value, torch.Tensor) for value in counted)
     (error,) = together(1, 1, lambda rank: work(rank, weight=lambda batch: float("nan")))
     assert "counts as nan examples" in str(error)
+    for given in ("x", None, torch.ones(2), batches(1)):
+        (error,) = together(1, 1, lambda rank, given=given: work(rank, weight=lambda batch: given))
+        assert isinstance(error, mw.BatchError) and "which is no number" in str(error)
+    (error,) = together(1, 1, lambda rank: work(rank, weight=3))
+    assert isinstance(error, mw.ServerError) and "weight=3 is not a function" in str(error)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_is_too_large(seed: int) -> None:
+    with pytest.raises(mw.ServerError, match=f"seed={seed}"):
+        mw.on_server(nn.Embedding(3, 2, device="meta"), normal=(0.0, 1.0), seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+def test_the_largest_seeds(seed: int) -> None:
+    table = nn.Sequential(mw.on_server(nn.Embedding(3, 2, device="meta"), uniform=(0.0, 1.0), seed=seed))
+    mw.parameter_server(table, sgd, loss=lambda m, x: m(x).mean())(torch.arange(3))

@@ -6,8 +6,10 @@ import copy
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from meshwright.servers.marks import marked
 from tests.servers.habits import Batch, Habit, Net, adam, batches, bounded, loss, nothing, refused, sgd
 
 
@@ -41,14 +44,47 @@ def aloud(model: Any, batch: Batch) -> torch.Tensor:
     return loss(model, batch)
 
 
+def marked_twice(model: Any) -> None:
+    mw.on_server(model, optimizer=adam)
+    mw.on_server(model.table, optimizer=sgd)
+
+
+def quietly(model: Any, batch: Batch) -> torch.Tensor:
+    model.mix.weight.data.mul_(0.9)
+    return loss(model, batch)
+
+
 def trained(layers: nn.Module) -> None:
     layers(torch.ones(2, 6)).sum().backward()
     nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
 
 
+def no_grad(change: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], None]:
+    return bounded(torch.no_grad()(change))
+
+
 class Recomputed(Net):
     def forward(self, *given: Any) -> torch.Tensor:
         return checkpoint(super().forward, *given, use_reentrant=False)
+
+
+def signed(parameters: Any) -> Any:
+    optimizer = sgd(parameters)
+    own = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None else p.grad.sign()
+        return own(closure)
+
+    vars(optimizer)["step"] = MethodType(step, optimizer)
+    return optimizer
+
+
+def scheduled(optimizer: Any) -> Any:
+    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return optimizer
 
 
 def one_cycle(optimizer: Any) -> Any:
@@ -73,6 +109,10 @@ SAME: dict[str, Habit] = {
     "numbers of torch": Habit(optimizer=lambda p: torch.optim.Adam(p, lr=torch.tensor(0.05))),
     "a schedule": Habit(
         optimizer=adam, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    ),
+    "schedules of before and later": Habit(
+        optimizer=lambda p: scheduled(adam(p)),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     ),
     "a schedule of momentum": Habit(optimizer=adam, schedule=one_cycle),
     "layers frozen later": Habit(after=lambda m, _, n: m.mix.requires_grad_(n == 3)),
@@ -132,7 +172,25 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         Habit(after=bounded(lambda m: m.mix.weight.data.clamp_(-0.1, 0.1))),
         r"mix\.weight is on parameter servers",
     ),
+    "a mark after the step": (
+        Habit(marked=lambda m: mw.on_server(m.table), after=lambda m, *_: mw.on_server(m.mix)),
+        r"(?s)mw\.on_server is called after the step was built.*first, then mw\.parameter_server",
+    ),
+    "a mark of a parameter after the step": (
+        Habit(after=lambda m, *_: mw.on_server(m.table.weight, optimizer=sgd)),
+        r"mw\.on_server is called after the step was built",
+    ),
+    "two marks": (Habit(marked=marked_twice), "table.weight is marked twice, with different optimizer="),
     "weights changed in forward": (Habit(loss=aloud), r"mix\.weight was changed within a step"),
+    "weights changed in forward, by data": (Habit(loss=quietly), r"mix\.weight was changed within a step"),
+    "weights that are set": (
+        Habit(after=no_grad(lambda m: m.mix.weight.set_(torch.zeros(4, 6)))),
+        r"(?s)mix\.weight is on parameter servers.*set_ was called on it",
+    ),
+    "weights that are swapped": (
+        Habit(after=bounded(lambda m: torch.utils.swap_tensors(m.mix.weight, nn.Parameter(torch.zeros(4, 6))))),
+        r"mix\.weight is not a parameter that this step trains",
+    ),
     "unfrozen later": (
         Habit(before=lambda m: m.mix.requires_grad_(False), after=lambda m, *_: m.mix.requires_grad_(True)),
         r"mix\.weight is not a parameter that this step trains",
@@ -146,6 +204,27 @@ REFUSED: dict[str, tuple[Habit, str]] = {
         "values are loaded into a model",
     ),
     "the optimizer's state": (Habit(after=lambda m, o, _: o.state_dict()), "the state of SGD is read"),
+    **{
+        f"the optimizer's state {what}": (Habit(after=habit), "the state of SGD is read or replaced")
+        for what, habit in {
+            "cleared": lambda m, o, _: o.state.clear(),
+            "of a parameter": lambda m, o, _: o.state[m.mix.weight],
+            "of a group": lambda m, o, _: [o.state[p] for p in o.param_groups[0]["params"]],
+            "asked for": lambda m, o, _: m.mix.weight in o.state,
+            "counted": lambda m, o, _: len(o.state),
+            "in a loop": lambda m, o, _: [s.clear() for s in o.state.values()],
+            "replaced": lambda m, o, _: setattr(o, "state", defaultdict(dict)),
+        }.items()
+    },
+    "a step of its own": (Habit(optimizer=signed), r"another function is in the place of step\(\) of SGD"),
+    "a step of its own, later": (
+        Habit(after=lambda m, o, _: setattr(o, "step", MethodType(lambda self: None, o))),
+        r"another function is in the place of step\(\) of SGD",
+    ),
+    "a step of its own, and a schedule": (
+        Habit(optimizer=lambda p: scheduled(signed(p))),
+        r"another function is in the place of step\(\) of SGD",
+    ),
     "the optimizer's step": (Habit(after=lambda m, o, _: o.step()), r"step\(\) is called outside of a step"),
     "gradients of before": (
         Habit(
@@ -180,6 +259,38 @@ def test_numbers_are_those_of_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_something_else_is_refused(name: str) -> None:
     refused(*REFUSED[name])
+
+
+def test_the_state_and_the_step_of_what_is_on_no_server_are_its_own() -> None:
+    """With a table on servers by the same optimizer, and by another one."""
+    for own in (None, sgd):
+        model = Net()
+        mw.on_server(model.table, optimizer=own)
+        step: Any = mw.parameter_server(model, adam if own is None else lambda p: signed(p), loss=loss)
+        for batch in batches(2):
+            step(batch)
+        if own is None:
+            assert step.optimizer.state[model.mix.weight]["step"] == 2
+            step.optimizer.state[model.mix.weight]["exp_avg"].zero_()
+            assert step.optimizer.state.get(model.rare.weight) is None
+            with pytest.raises(mw.ServerError, match="the state of Adam is read"):
+                step.optimizer.state.clear()
+
+
+def test_marks_of_a_module_and_of_a_part_add_up() -> None:
+    model = nn.Sequential(nn.Embedding(9, 2, device="meta"))
+    mw.on_server(model, optimizer=adam)
+    mw.on_server(model[0], normal=(0.0, 1.0))
+    mw.on_server(model[0].weight)
+    (mark,) = marked(model).values()
+    assert mark.optimizer is adam and mark.start is not None and mark.start.kind == "normal"
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_changed() -> None:
+    step = mw.parameter_server(Net(), sgd, loss=lambda m, b: loss(m, b) * float("nan"))
+    for batch in batches(3):
+        assert step(batch).isnan()
+    assert step.full_state()["mix.weight"].isnan().all()
 
 
 def test_groups_by_identity_and_an_optimizer_of_before() -> None:

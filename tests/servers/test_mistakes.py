@@ -62,7 +62,7 @@ def test_what_is_no_loss_is_said(name: str, marked: bool) -> None:
 
 
 @pytest.mark.parametrize("marked", [lambda m: m.table, lambda m: m], ids=["table", "all"])
-@pytest.mark.parametrize("clear", ["zero_grad", "grad", ""])
+@pytest.mark.parametrize("clear", ["model", "optimizer", "optimizer to zero", "grad", ""])
 def test_a_backward_that_was_refused_is_cleared(marked: Any, clear: str) -> None:
     """Two models: one whose script calls backward() between two steps, and one whose script does not."""
     torch.manual_seed(0)
@@ -76,8 +76,11 @@ def test_a_backward_that_was_refused_is_cleared(marked: Any, clear: str) -> None
         step(first)
     with pytest.raises(mw.ServerError, match="outside of a step"):
         loss(net, first).backward()
-    if clear == "zero_grad":
+    if clear == "model":
         net.zero_grad()
+    elif clear.startswith("optimizer"):
+        optimizer: Any = steps[0].optimizer
+        optimizer.zero_grad(set_to_none=clear == "optimizer")
     elif clear:
         for p in net.parameters():
             p.grad = None

@@ -127,6 +127,15 @@ def test_what_is_wrong_is_said() -> None:
     x = torch.ones(2, 3, dtype=torch.int64)
     with pytest.raises(ServerError, match=r"prefetch\(…\) has ids of a Linear"):
         next(step.prefetch([x], lambda batch: {model.mix: batch}))
+    for said, what in {
+        r"the function of prefetch\(…\) returns a NoneType": None,
+        r"the function of prefetch\(…\) returns a Tensor": x,
+        "looked up with ids of float32": {model.table: -x.float()},
+        r"prefetch\(…\) has a list as ids of table\.weight": {model.table: [1, 2]},
+        "looked up with a tensor on the meta device": {model.table: x.to("meta")},
+    }.items():
+        with pytest.raises(ServerError, match=said):
+            next(step.prefetch([x], lambda _, what=what: what))
     for batch in step.prefetch([x * 40], lambda batch: {model.table: batch}):
         with pytest.raises(ServerError, match=r"there is no row 40 of table\.weight"):
             step(batch)

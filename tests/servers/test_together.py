@@ -66,6 +66,19 @@ def test_a_step_that_one_has_not_pushed_is_done_again_by_all(workers: int) -> No
         )
 
 
+def test_a_worker_that_was_asked_to_end_does_its_step_again_too() -> None:
+    servers = Local({n: Server(n) for n in range(2)})
+    first = begin(servers)
+    for worker in (*first, first[0]):
+        push(worker)
+    first[0].leave()
+    again = begin(servers, life=1)
+    assert [worker.clock for worker in again] == [1, 1]
+    for worker in again:
+        push(worker)
+    assert torch.equal(full(again[0])["table"], trained(2)["table"])
+
+
 def test_a_lost_worker_is_waited_for_if_all_are_started_again() -> None:
     servers = Local({n: Server(n) for n in range(2)})
     made = begin(servers)
