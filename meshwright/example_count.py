@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from meshwright.errors import BatchError
 
+Weight = Callable[[Any], float]
+Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
 NESTED = 4  # levels of a batch in which a first tensor is looked for without importing the capture
 
 
@@ -47,6 +50,14 @@ def examples_of_each(batch: Any) -> float:
     return examples(batch)
 
 
+def weight_of(weight: Weight, batch: Any) -> float:
+    """How many examples a batch counts as. Raises BatchError for what is no number of them."""
+    count = float(weight(batch))
+    if not (math.isfinite(count) and count >= 0):
+        raise BatchError(f"the batch counts as {count:g} examples", hint="weight=lambda batch: …")
+    return count
+
+
 def _first_dims(batch: Any, path: str, depth: int = 0) -> Iterator[tuple[str, int]]:
     if isinstance(batch, torch.Tensor):
         if batch.dim():
@@ -56,4 +67,4 @@ def _first_dims(batch: Any, path: str, depth: int = 0) -> Iterator[tuple[str, in
             yield from _first_dims(inner, f"{path}.{key}" if path else str(key), depth + 1)
 
 
-__all__ = ["examples", "examples_of_each"]
+__all__ = ["Share", "Weight", "examples", "examples_of_each", "weight_of"]
