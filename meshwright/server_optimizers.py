@@ -182,6 +182,16 @@ def check_equal(sums: Sequence[float], workers: int) -> None:
         )
 
 
+def check_update(update: object) -> None:
+    """Raise ServerError for a step that does not update."""
+    if update is not True:
+        raise ServerError(
+            f"step(batch, update={update!r}) on parameter servers",
+            why="each step is pushed: gradients are not accumulated",
+            hint="one step(batch) with the examples of all micro-batches",
+        )
+
+
 def _own(marks: Mapping[str, Mark], name: str) -> bool:
     return name in marks and marks[name].optimizer is not None
 
@@ -235,4 +245,4 @@ def declared(
     return tuple(found)
 
 
-__all__ = ["Optimizers", "check_equal", "declared"]
+__all__ = ["Optimizers", "check_equal", "check_update", "declared"]
