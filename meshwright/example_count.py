@@ -10,6 +10,8 @@ import torch
 
 from meshwright.errors import BatchError, a_type
 
+Weight = Callable[[Any], float]
+Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
 NESTED = 4  # levels of a batch in which a first tensor is looked for without importing the capture
 
 
@@ -48,9 +50,9 @@ def examples_of_each(batch: Any) -> float:
     return examples(batch)
 
 
-def counted(weight: Callable[[Any], Any], batch: Any) -> float:
+def weight_of(weight: Weight, batch: Any) -> float:
     """What a script's function says of a batch. Raises BatchError for what counts no examples."""
-    found = weight(batch)
+    found: Any = weight(batch)
     try:
         count = float(found)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -73,4 +75,4 @@ def _first_dims(batch: Any, path: str, depth: int = 0) -> Iterator[tuple[str, in
             yield from _first_dims(inner, f"{path}.{key}" if path else str(key), depth + 1)
 
 
-__all__ = ["counted", "examples", "examples_of_each"]
+__all__ = ["Share", "Weight", "examples", "examples_of_each", "weight_of"]

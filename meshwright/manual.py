@@ -21,6 +21,7 @@ from meshwright.agreement import source_of
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
 from meshwright.errors import RunError, StrategyError, did_you_mean
+from meshwright.evaluation import evaluating
 from meshwright.input_checks import check_numbers, check_shared, check_switches
 from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
 from meshwright.model_checks import check_model
@@ -172,14 +173,8 @@ class ManualStep:
         If the loss function returns ``(loss, outputs)``, so does this; outputs are this rank's own. Every rank calls
         it.
         """
-        training = [m for m in self.model.modules() if m.training]
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                value, outputs = self._forward(batch)
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(self.model):
+            value, outputs = self._forward(batch)
         total = self._over_ranks(value.detach()[None])[0]
         return (total, *outputs) if outputs else total
 

@@ -6,10 +6,10 @@ import torch
 
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import ServerError
-from meshwright.example_count import examples
+from meshwright.example_count import Weight, examples
 from meshwright.loss_value import Loss, default_loss
 from meshwright.model_checks import check_factory, check_function, check_model, check_unwrapped
-from meshwright.server_step import ServerStep, Weight
+from meshwright.server_step import ServerStep
 from meshwright.servers.marks import Factory
 
 
@@ -40,23 +40,25 @@ def parameter_server(
 
     Raises ServerError for what servers cannot hold: an optimizer of the user's own, a table that forward changes.
     """
-    check_arguments(model, optimizer, loss, staleness)
-    if not callable(weight):
-        raise ServerError(
-            f"weight={weight!r:.60} is not a function",
-            why="batches may have different numbers of examples",
-            hint='weight=lambda batch: len(batch["ids"])',
-        )
+    check_arguments(model, optimizer, loss, staleness, weight)
     return ServerStep(model, optimizer, loss, staleness, weight, clip_norm=clip_norm)
 
 
-def check_arguments(model: torch.nn.Module, optimizer: object, loss: object, staleness: object) -> None:
+def check_arguments(
+    model: torch.nn.Module, optimizer: object, loss: object, staleness: object, weight: object
+) -> None:
     """Raise CaptureError for what is no module or one that torch has wrapped, RunError for what makes no optimizer,
-    ServerError for a staleness that is no number of steps."""
+    ServerError for a staleness that is no number of steps, or a weight that cannot be called."""
     check_model(model)
     check_unwrapped(model, ("OptimizedModule",))
     check_factory(optimizer)
     check_function("loss", loss, "lambda model, batch: model(batch).mean()")
+    if not callable(weight):
+        raise ServerError(
+            f"weight={weight!r} is not a function",
+            why="the examples of each batch are counted",
+            hint="weight=lambda batch: len(batch[0])",
+        )
     if staleness is not None and not (is_whole(staleness) and staleness >= 0):
         raise ServerError(
             f"staleness={staleness!r}",

@@ -204,6 +204,16 @@ def check_equal(sums: Sequence[float], workers: int) -> None:
         )
 
 
+def check_update(update: object) -> None:
+    """Raise ServerError for a step that does not update."""
+    if update is not True:
+        raise ServerError(
+            f"step(batch, update={update!r}) on parameter servers",
+            why="each step is pushed: gradients are not accumulated",
+            hint="one step(batch) with the examples of all micro-batches",
+        )
+
+
 def _own(marks: Mapping[str, Mark], name: str) -> bool:
     return name in marks and marks[name].optimizer is not None
 
@@ -267,4 +277,4 @@ def _with_padding(start: Start | None, module: Any, weight: torch.Tensor) -> Sta
     return structs.replace(start, padding=module.padding_idx % weight.shape[0])
 
 
-__all__ = ["Optimizers", "check_equal", "declared"]
+__all__ = ["Optimizers", "check_equal", "check_update", "declared"]

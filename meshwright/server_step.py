@@ -8,6 +8,7 @@ What few workers need is imported where it is used: one that joins while others 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -18,14 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from meshwright import heartbeat
-from meshwright.errors import ServerError, did_you_mean
-from meshwright.example_count import counted, examples, examples_of_each
+from meshwright.errors import did_you_mean
+from meshwright.evaluation import evaluating
+from meshwright.example_count import Share, Weight, examples, examples_of_each, weight_of
 from meshwright.loss_value import AFTER_BACKWARD, Loss, trainable
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
 from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
-from meshwright.server_optimizers import Optimizers, check_equal, declared
-from meshwright.server_weights import ServerWeights, check_free, not_copied
+from meshwright.server_optimizers import Optimizers, check_equal, check_update, declared
+from meshwright.server_weights import ServerWeights, check_free, not_copied, values_of
 from meshwright.servers import messages as m
 from meshwright.servers import of_job
 from meshwright.servers.ahead import Ahead, Batch, named
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from meshwright.runtime.world import World
 
 NOTHING: dict[str, torch.Tensor] = {}
-Weight = Callable[[Any], float]
-Share = Callable[[Any, int, int], Any]  # a batch, a worker's number, how many there are → its examples
 Describe = Callable[[Any, Sequence[torch.optim.Optimizer]], str]  # what is compared with other workers
 
 
@@ -111,7 +111,7 @@ class ServerStep:
         self.rank, self.workers = number, count
         self.worker = Worker(transport, number, declare)
         if number == 0:
-            self.worker.fill(lambda name, rows: _values(named[name], name in by_rows, rows))
+            self.worker.fill(lambda name, rows: values_of(named[name], name in by_rows, rows))
         self.worker.join()
         of_job.JOBS.add(job)
         self._begun_at = of_job.goes_on(self.worker, declare)
@@ -134,6 +134,7 @@ class ServerStep:
             self._world = world()
             start_equal(self._world.comm, self._world.device, self._rest, 0)
         self._shares, self._describe = shares, describe if shares and count > 1 else None
+        self._share = share if count > 1 else None
         self._own = (lambda batch: batch) if share is None else lambda batch: share(batch, number, count)
         unable = ALL_REDUCED if self._world is not None else SHARES if share is not None and count > 1 else ""
         take_part(launched_rank(), unable)
@@ -187,18 +188,15 @@ class ServerStep:
 
         In step (``staleness=0``) the update is that of one device on all workers' batches together, if the loss is a
         mean over examples. If the loss function returns ``(loss, outputs)``, so does the step. Raises ServerError; with
-        that mode also where another worker has ended before, and BatchError where workers passed different batches.
+        that mode also where another worker has ended before, and BatchError where workers passed different batches or,
+        as is checked in steps 1, 2, 4, 8, …, the loss is no such mean.
         """
-        if update is not True:
-            raise ServerError(
-                f"step(batch, update={update!r}) on parameter servers",
-                why="each step is pushed: gradients are not accumulated",
-                hint="one step(batch) with the examples of all micro-batches",
-            )
+        check_update(update)
         of_job.check_begins(self._begun_at)
         told = "" if self._describe is None else self._describe(batch, self._optimizers.every)
+        self._check_mean(batch)
         batch = self._own(batch)
-        weight = counted(self.weight, batch)
+        weight = weight_of(self.weight, batch)
         self._weights.check()
         self._optimizers.check()
         self._active = True
@@ -210,6 +208,15 @@ class ServerStep:
             self._weights.give_up(clear=True)
             heartbeat.step(self.steps)
             heartbeat.doing(heartbeat.OWN_CODE)
+
+    def _check_mean(self, batch: Any) -> None:
+        """Raise BatchError if the loss of a batch is not the mean of those of its shares."""
+        if self._share is None or self.worker.clock & (self.worker.clock + 1):
+            return
+        from meshwright.mean_loss import check_mean
+
+        with self.traffic.uncounted(), self._lookups.kept(), self._reading():
+            check_mean(self.model, self.loss, self.weight, batch, self._share, self.workers)
 
     def _step(self, batch: Any, weight: float, told: str) -> Any:
         ahead = self._ahead.take()
@@ -278,18 +285,20 @@ class ServerStep:
 
     def evaluate(self, batch: Any) -> Any:
         """Return the loss of this worker's batch in evaluation mode, by the values that the servers have now."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+        with self._reading():
+            return self.loss(self.model, self._own(batch))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Have the values of now, in evaluation mode."""
+        self._active = True
         try:
-            with torch.no_grad():
-                self._active = True
+            with evaluating(self.model):
                 self._weights.fill(self._pull_dense())
-                return self.loss(self.model, self._own(batch))
+                yield
         finally:
             self._active = False
             self._weights.give_up(clear=False)
-            for module in training:
-                module.training = True
 
     def save(
         self, path: str | Path, *, data: Any = None, async_: bool = False, keep: int | None = 2
@@ -388,9 +397,4 @@ class ServerStep:
         raise not_copied("a step with parameters on servers")
 
 
-def _values(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
-    values = parameter.detach().cpu()
-    return values[rows.start : rows.stop] if table else values
-
-
-__all__ = ["ServerStep", "Weight"]
+__all__ = ["ServerStep"]

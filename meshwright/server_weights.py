@@ -324,6 +324,12 @@ def check_hooks(named: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
+def values_of(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
+    """Initial values of a parameter, on the host: all, or of some rows of a table."""
+    values = parameter.detach().cpu()
+    return values[rows.start : rows.stop] if table else values
+
+
 def _no_copy(what: str, *_: Any) -> NoReturn:
     raise not_copied(what)
 
@@ -335,4 +341,4 @@ def _no_load(*_: Any) -> NoReturn:
     )
 
 
-__all__ = ["ServerWeights", "check_free"]
+__all__ = ["ServerWeights", "check_free", "not_copied", "values_of"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ class Lookups:
         self.active = False
         self.rows = 0
         self._there: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._keeps = False
 
     def begin(self, there: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """`there`: ids, each once and in order, and their rows of now, which need no pull."""
@@ -30,6 +32,15 @@ class Lookups:
 
     def end(self) -> None:
         self.leaves, self.active, self._there = {}, False, {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Pull each row once: where it is looked up again it has the same values."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._there = False, {}
 
     def gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Ids and gradients by table, of those that have any; nothing more is recorded."""
@@ -44,13 +55,19 @@ class Lookups:
     def _pulled(self, name: str, ids: torch.Tensor, pull: Pull) -> torch.Tensor:
         self.rows += len(ids)
         if name not in self._there:
-            return pull(ids)
+            rows = pull(ids)
+            if self._keeps and len(ids):
+                self._there = {**self._there, name: (ids, rows)}
+            return rows
         known, rows = self._there[name]
         at = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
         missing = (known[at] != ids).nonzero().flatten()
         found = rows.index_select(0, at)
         if len(missing):
-            found.index_copy_(0, missing, pull(ids[missing]))
+            found.index_copy_(0, missing, more := pull(ids[missing]))
+            if self._keeps:
+                every, order = torch.cat([known, ids[missing]]).sort()
+                self._there = {**self._there, name: (every, torch.cat([rows, more])[order])}
         return found
 
     def attach(self, name: str, module: torch.nn.Module, pull: Pull) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,15 @@ class Traffic:
     current_rows: int = 0
     prefetched_bytes: int = 0
     prefetch_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no pulls."""
+        before = self.pulled_bytes, self.pull_seconds
+        try:
+            yield
+        finally:
+            self.pulled_bytes, self.pull_seconds = before
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from meshwright import heartbeat
 from meshwright.agreement import (
-    Agreed,
     over_gloo,
     pack,
     prepare,
@@ -39,6 +38,7 @@ from meshwright.compile import (
 from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
+from meshwright.example_count import Weight, examples
 from meshwright.guards import Guards
 from meshwright.input_checks import (
     check_beside,
@@ -81,12 +81,13 @@ from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins
 from meshwright.server_step import ServerStep
 from meshwright.servers.at_end import settle_shares
-from meshwright.train.on_servers import MODE, check_staleness, step_on_servers
+from meshwright.train.on_servers import MODE, check_other_mode, step_on_servers
 from meshwright.train.request import (
     StepRequest,
     check_mode,
     check_state,
     device_for,
+    initial_of,
     of_one_stage,
 )
 from meshwright.train.step import TrainStep
@@ -104,6 +105,7 @@ def train_step(
     loss: Loss = default_loss,
     clip_norm: float | None = None,
     staleness: int | None = 0,
+    weight: Weight = examples,
 ) -> ServerStep: ...
 
 
@@ -164,6 +166,7 @@ def train_step(
     max_programs: int = 16,
     compile: bool = False,
     staleness: int | None = 0,
+    weight: Weight = examples,
     **techniques: Unpack[Options],
 ) -> TrainStep | ServerStep:
     """Build a training step. Every launched rank calls it; a script that was not launched is one rank.
@@ -201,16 +204,18 @@ def train_step(
             random numbers stay as they are, and gradients of a layer are reduced while the next is computed.
         mode: As in `mw.plan`, or ``"parameter_server"``: the model runs eagerly, what `mw.on_server` marks lives on
             servers, and each worker trains its rows of the batch. The result is a `ServerStep`; its loss is that of
-            these rows, and `loss` is a mean over examples. No option below `loss` applies but `clip_norm` and
-            `staleness`.
+            these rows, and `loss` is a mean over examples, or `weight` is given. No option below `loss` applies but
+            `clip_norm`, `staleness` and `weight`.
         staleness: With that mode: how many steps a worker may be ahead of the slowest one; see `mw.parameter_server`.
+        weight: With that mode: how many examples a worker's rows count as, where the loss does not count each row once:
+            ``lambda batch: (batch["labels"] != -100).sum()``. A loss that is not such a mean raises BatchError.
         techniques: Options such as ``optimizer_parallel=3`` or ``micro_batches=4``; see the page on techniques.
 
     Raises a subclass of MeshwrightError on all ranks, for bad arguments before a process group is made.
     """
     if mode == MODE:
         return step_on_servers(locals(), inspect.signature(train_step))
-    check_staleness(staleness, mode)
+    check_other_mode(mode, staleness, weight)
     check_shared("train_step")
     asked, limits = options_beside(plan, techniques), request_for(cluster, memory)
     check_beside(plan, {"mesh": mesh, "mode": mode, "pins": pins, "memory": memory})
@@ -280,7 +285,7 @@ def _built(request: StepRequest) -> TrainStep:
         skip_nonfinite=request.skip_nonfinite,
         bucket_bytes=request.bucket_bytes,
     )
-    initial = _initial(request, meeting, agreed)
+    initial = initial_of(request, meeting, agreed)
     captured = Captured(graph, agreed.constants, fold(graph), ())
     # As it came the plan may say many equal layers by two of them.
     if request.tune:
@@ -350,17 +355,6 @@ def _planned(request: StepRequest, shared: ModelState | None) -> bytes:
     check_world(chosen.ranks)
     others = [plan.check(captured.graph) for plan in candidates(request, captured, chosen)]
     return pack(captured, chosen.check(captured.graph), request.model, state, captured.shape, others)
-
-
-def _initial(request: StepRequest, meeting: Meeting, agreed: Agreed) -> Initial | None:
-    """Return what makes the values of a model on the meta device; None for one that has values."""
-    if request.init is None:
-        return None
-    initial = Initial(request.init, agreed.graph.inputs, agreed.state)
-    meeting.confirm(
-        initial.problem(request.model), hint="init is what built the model, with the same configuration"
-    )
-    return initial
 
 
 def _local_step(

@@ -15,6 +15,7 @@ import torch
 
 from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import BatchError, PlanError
+from meshwright.example_count import examples
 from meshwright.parameter_server import check_arguments
 from meshwright.runtime.agreement import describe_batch
 from meshwright.runtime.rendezvous import launched_world
@@ -22,7 +23,7 @@ from meshwright.runtime.trained import options_of
 from meshwright.server_step import ServerStep
 
 MODE = "parameter_server"
-OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "clip_norm", "mode")
+OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "weight", "clip_norm", "mode")
 HINTS = {
     "mesh": "leave it out: workers share the examples of each batch",
     "seed": "torch.manual_seed(…) in the script: the model runs eagerly",
@@ -55,7 +56,9 @@ def share(batch: Any, worker: int, workers: int) -> Any:
         )
     if count < workers:
         raise BatchError(
-            f"the batch has {count} examples for {workers} workers", why="each worker trains at least one"
+            f"the batch has {count} examples for {workers} workers",
+            why="each worker trains at least one",
+            hint="DataLoader(…, drop_last=True) drops a smaller last batch; mw.parameter_server(…) takes empty batches",
         )
     rows = slice(count * worker // workers, count * (worker + 1) // workers)
     return map_leaves(batch, lambda tensor: tensor[rows] if tensor.dim() else tensor)
@@ -105,20 +108,26 @@ def step_on_servers(given: Mapping[str, Any], signature: Signature) -> ServerSte
                 why="servers update parameters by the optimizer, and a model that runs eagerly has no plan",
                 hint=HINTS.get(name, f"leave out {name}="),
             )
-    model, optimizer, batch, loss, staleness, clip_norm = (given[name] for name in OPTIONS[:-1])
-    check_arguments(model, optimizer, loss, staleness)
+    model, optimizer, batch, loss, staleness, weight, clip_norm = (given[name] for name in OPTIONS[:-1])
+    check_arguments(model, optimizer, loss, staleness, weight)
     share(batch, 0, launched_world())
-    return ServerStep(model, optimizer, loss, staleness, share=share, describe=describe, clip_norm=clip_norm)
+    return ServerStep(model, optimizer, loss, staleness, weight, share, describe, clip_norm)
 
 
-def check_staleness(staleness: object, mode: str | None) -> None:
-    """Raise PlanError for a staleness in another mode."""
+def check_other_mode(mode: str | None, staleness: object, weight: object) -> None:
+    """Raise PlanError for what other modes do not have."""
     if staleness != 0:
         raise PlanError(
             f"staleness={staleness!r} with mode={mode!r}",
             why="all ranks of a plan are in step",
             hint=f'mode="{MODE}"',
         )
+    if weight is not examples:
+        raise PlanError(
+            f"weight= is given with mode={mode!r}",
+            why="a plan has the gradient of the loss of all rows, whatever the loss does with them",
+            hint=f'leave out weight=, or mode="{MODE}"',
+        )
 
 
-__all__ = ["MODE", "check_staleness", "describe", "share", "step_on_servers"]
+__all__ = ["MODE", "check_other_mode", "describe", "share", "step_on_servers"]

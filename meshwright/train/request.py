@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright.agreement import device_of, own_device
-from meshwright.capture.meta_init import Init
+from meshwright.agreement import Agreed, device_of, own_device
+from meshwright.capture.meta_init import Init, Initial
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError
@@ -17,6 +17,7 @@ from meshwright.hollow import check_has_values
 from meshwright.loss_value import Loss
 from meshwright.plan.plan import Plan
 from meshwright.programs import ModelState, check_joins
+from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.planner import Request
 from meshwright.search.wanted import MeshLike, Pins
@@ -82,9 +83,20 @@ def check_state(request: StepRequest, shared: ModelState | None) -> None:
         check_has_values(request.model)
 
 
+def initial_of(request: StepRequest, meeting: Meeting, agreed: Agreed) -> Initial | None:
+    """Return what makes the values of a model on the meta device; None for one that has values."""
+    if request.init is None:
+        return None
+    initial = Initial(request.init, agreed.graph.inputs, agreed.state)
+    meeting.confirm(
+        initial.problem(request.model), hint="init is what built the model, with the same configuration"
+    )
+    return initial
+
+
 def of_one_stage(graph: Graph, plan: Plan) -> str:
     """Return a trained parameter that not every rank updates; empty without stages."""
     return next((e.target for e in graph.input_of("parameter") if e.needs_grad), "") if plan.stages else ""
 
 
-__all__ = ["StepRequest", "check_mode", "check_state", "device_for", "of_one_stage"]
+__all__ = ["StepRequest", "check_mode", "check_state", "device_for", "initial_of", "of_one_stage"]
