@@ -99,7 +99,7 @@ def test_the_step_under_techniques(both: Both, wish: dict[str, Any]) -> None:
 
 def test_the_step_of_layers_of_two_kinds(both: Both) -> None:
     """All that an exact search looks at."""
-    check(both, "t5", "dynamic_programming", CLUSTER)
+    check(both, "t5", "dynamic_programming", Cluster.preset("cpu", nodes=2, ranks_per_node=4))
 
 
 @pytest.mark.slow

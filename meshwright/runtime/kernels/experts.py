@@ -11,7 +11,6 @@ from torch.nn.functional import grouped_mm
 from meshwright.runtime.rank import Rank
 
 ALIGNED_BYTES = 16  # what torch's grouped product wants rows to be a multiple of
-NUMBERS = torch.int16  # of experts: no model has 2^15 of them in a layer
 FAST = (torch.bfloat16, torch.float16)  # dtypes that it has one kernel for
 
 
@@ -51,8 +50,9 @@ class ExpertLinear(torch.autograd.Function):
 
 def _sorted(experts_p: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs in the order of their experts, and where those of each end. A GPU sorts short numbers sooner."""
-    ordered_p, order_p = torch.sort(experts_p.to(NUMBERS), stable=True)
-    numbers_g = torch.arange(count, device=experts_p.device, dtype=NUMBERS)
+    kind = torch.int16 if count <= torch.iinfo(torch.int16).max else experts_p.dtype
+    ordered_p, order_p = torch.sort(experts_p.to(kind), stable=True)
+    numbers_g = torch.arange(count, device=experts_p.device, dtype=kind)
     return order_p, torch.searchsorted(ordered_p, numbers_g, right=True, out_int32=True)
 
 
