@@ -146,7 +146,7 @@ def close_after(made: socket.socket, seconds: int) -> None:
 def beside(counts: list[int], number: int) -> int:
     """The server for the copy of another one, by the counts of all machines: of the next machine that has any."""
     firsts = [sum(counts[:machine]) for machine in range(len(counts) + 1)]
-    mine, place = number % len(counts), 0  # of one that was started later
+    mine, place = number % len(counts), number // len(counts)  # of one that was started later
     for machine, first in enumerate(firsts[:-1]):
         if first <= number < firsts[machine + 1]:
             mine, place = machine, number - first

@@ -13,6 +13,7 @@ from meshwright.errors import ServerError
 from meshwright.servers import messages as m
 from meshwright.servers import snapshots
 from meshwright.servers.in_folder import InFolder
+from meshwright.servers.places import beside
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import receive, send
 from tests.servers.jobs import full
@@ -95,3 +96,8 @@ def test_values_that_are_lost_are_not_begun_anew():
     assert isinstance(pulled, m.Refused) and pulled.what == refused.what
     again, _ = made.answer(m.Declare("job", (), snapshots.Server(0).map, 0, attempt=1), [])
     assert isinstance(again, m.Declared)
+
+
+def test_copies_of_servers_that_come_later_are_spread() -> None:
+    assert [beside([3], number) for number in range(9)] == [1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert [beside([2, 2], number) for number in range(8)] == [2, 3, 0, 1, 2, 0, 3, 1]
