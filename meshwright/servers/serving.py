@@ -144,8 +144,7 @@ class Serving:
             with self._changed:
                 gone = [worker for worker, owner in self._connection_of.items() if owner is made]
             for worker in gone:
-                again = self.server.comes_again(worker)
-                self._later(RESTART_SECONDS if again else GONE_SECONDS, worker, made)
+                self._later(GONE_SECONDS, worker, made)
 
     def _answer(self, made: socket.socket, body: m.Request, tensors: m.Tensors) -> Reply:
         end = time.monotonic() + TURN_SECONDS
@@ -193,11 +192,9 @@ class Serving:
         timer.start()
 
     def _lost(self, worker: int, made: socket.socket | None) -> None:
-        """Nobody waits for a worker that has not come again, unless all are on their way."""
+        """Nobody waits for a worker that has not come again, unless all are started again with it."""
         with self._changed:
-            if self._connection_of.get(worker, self) is made:
-                if self.server.comes_again(worker) and not self.has_workers():
-                    return
+            if self._connection_of.get(worker, self) is made and not self.server.comes_again(worker):
                 del self._connection_of[worker]
                 if self.server.in_doubt(worker):
                     self._settle(worker)

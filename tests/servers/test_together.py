@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from msgspec import structs
@@ -9,12 +12,16 @@ from msgspec import structs
 from meshwright.errors import ServerError
 from meshwright.launch.servers import check_joins
 from meshwright.servers import messages as m
+from meshwright.servers import serving
 from meshwright.servers.dealing import Stream, deal
 from meshwright.servers.dealt import dealt
+from meshwright.servers.in_folder import InFolder
 from meshwright.servers.local import Local
 from meshwright.servers.of_job import check_begins, goes_on
 from meshwright.servers.server import Server
+from meshwright.servers.serving import Serving
 from meshwright.servers.shards import spread
+from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
 from tests.servers import jobs
 from tests.servers.jobs import ROWS, full
@@ -148,3 +155,23 @@ def test_a_job_without_servers_starts_in_any_folder(tmp_path, monkeypatch) -> No
     monkeypatch.delenv("MESHWRIGHT_SERVERS", raising=False)
     (tmp_path / "state").mkdir()
     check_joins()
+
+
+def test_a_server_waits_for_workers_that_are_started_again_together(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "GONE_SECONDS", 0.05)
+    meeting = InFolder(tmp_path)
+    meeting.begin(1, "")
+    held = jobs.parameters()
+    for together, left in ((True, []), (False, [0])):
+        server = Serving(Server(0), meeting)
+        threading.Thread(target=server.run, daemon=True).start()
+        declare = m.Declare("job", held, spread(held, range(1)), 0, together=together)
+        worker = Worker(Remote(meeting), 0, declare)
+        worker.fill(jobs.values)
+        worker.join()
+        worker.transport.close()
+        time.sleep(0.5)
+        assert list(server.server.clocks.left) == left
+        server.close()
