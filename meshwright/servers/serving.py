@@ -61,8 +61,8 @@ class Serving:
         gone: Sequence[int] = ()
         with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
             gone = self._meeting.gone()
-            if known is None and self.server.lost:
-                self._meeting.lose_values(self.server.number)
+        if known is None and self.server.lost:
+            threading.Thread(target=self._tell_loss, name="loss", daemon=True).start()
         with self._changed:
             if known is not None:
                 self.server = known
@@ -73,6 +73,14 @@ class Serving:
                     self._later(GONE_SECONDS if worker in gone else RESTART_SECONDS, worker, None)
             self._ready = True
             self._changed.notify_all()
+
+    def _tell_loss(self) -> None:
+        """Let workers that start from now on begin anew."""
+        heard = False
+        while not (heard or self._closed):
+            with contextlib.suppress(LaunchError):  # the scheduler is away for a moment
+                self._meeting.lose_values(self.server.number)
+                heard = True
 
     def run(self) -> None:
         """Serve until the socket is closed."""
