@@ -16,7 +16,7 @@ EPOCHS = 1 << 20  # between the seeds of two orders of samples
 
 def dealt(worker: Worker, count: int, batch: int, epochs: int, seed: int) -> Iterator[torch.Tensor]:
     """Yield indices [n] of `count` samples, at most `batch`, each index once an epoch over all workers together. Raises
-    ServerError where this worker has had all of them before."""
+    ServerError where this worker has asked for all of them before."""
     stream = f"{count} samples, seed {seed}"
     known, order = -1, torch.empty(0)
     while some := worker.deal(stream, batch, count, count * epochs):
@@ -25,13 +25,13 @@ def dealt(worker: Worker, count: int, batch: int, epochs: int, seed: int) -> Ite
             generator = torch.Generator().manual_seed(seed * EPOCHS + epoch)
             known, order = epoch, torch.randperm(count, generator=generator)
         yield order[first : first + len(some)]
-    if known < 0 and stream in worker.drained:
+    if known < 0 and worker.drained.get(stream, 0) >= epochs:
         raise ServerError(
             f"samples({count}, …, epochs={epochs}) has no more samples",
             why="all of them were dealt before: epochs= counts the epochs of the job, not of this call",
             hint="for epoch in range(epochs): for indices in step.samples(…, epochs=epoch + 1): …",
         )
-    worker.drained.add(stream)
+    worker.drained[stream] = epochs
 
 
 def check_samples(shares: bool, **numbers: object) -> None:

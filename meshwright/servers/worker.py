@@ -99,7 +99,9 @@ class Worker:
         self.traffic = Traffic()
         self.looks_ahead = False  # while a batch is asked for before the step on the one before
         self._asked = -1  # the last request for samples
-        self.drained: set[str] = set()  # streams of samples that had no more for this worker
+        self.drained: dict[
+            str, int
+        ] = {}  # streams of samples that had no more for this worker: in how many epochs
 
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""

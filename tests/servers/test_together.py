@@ -128,8 +128,13 @@ def test_samples_count_the_epochs_of_the_job() -> None:
         return found
 
     assert [epoch(1), epoch(2)] == [10, 10]
+    list(worker.deal("10 samples, seed 0", 10, 10, 40))  # another worker has had all of the next two
+    push(worker)
+    list(worker.deal("10 samples, seed 0", 10, 10, 40))
+    push(worker)
+    assert [epoch(3), epoch(4)] == [0, 0]
     with pytest.raises(ServerError, match="has no more samples"):
-        epoch(2)
+        epoch(4)
 
 
 def test_a_script_that_begins_anew_asks_where_training_stands(capsys: pytest.CaptureFixture[str]) -> None:
