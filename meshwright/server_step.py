@@ -104,7 +104,7 @@ class ServerStep:
         shares = share is not None
         attempt = of_job.begun(transport, outside=bool(self._rest) or shares)
         spread_now, life = spread(parameters, servers), 0 if late else of_job.life()
-        together = not late and starts_together()
+        together = not (late or shares) and starts_together()  # no step is made of some shares alone
         declare = m.Declare(
             job, parameters, spread_now, staleness, count, attempt, shares, life, limit, together
         )
