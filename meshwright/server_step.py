@@ -27,7 +27,7 @@ from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
 from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
 from meshwright.server_optimizers import Optimizers, check_equal, check_update, declared
-from meshwright.server_weights import ServerWeights, check_free, not_copied, values_of
+from meshwright.server_weights import ServerWeights, check_free, not_copied, seldom, values_of
 from meshwright.servers import messages as m
 from meshwright.servers import of_job
 from meshwright.servers.ahead import Ahead, Batch, named
@@ -180,7 +180,7 @@ class ServerStep:
     def steps(self) -> int:
         """The number of steps that this worker has pushed, and of those before the checkpoint that was loaded."""
         self._begun_at = 0
-        return self.worker.before + self.worker.clock
+        return self.worker.steps
 
     def __call__(self, batch: Any, *, update: bool = True) -> Any:
         """Run one step on this worker's own batch, of any size, and return the loss of this batch. With
@@ -206,12 +206,12 @@ class ServerStep:
             self._active = False
             self._lookups.end()
             self._weights.give_up(clear=True)
-            heartbeat.step(self.steps)
+            heartbeat.step(self.worker.steps)
             heartbeat.doing(heartbeat.OWN_CODE)
 
     def _check_mean(self, batch: Any) -> None:
         """Raise BatchError if the loss of a batch is not the mean of those of its shares."""
-        if self._share is None or self.worker.clock & (self.worker.clock + 1):
+        if self._share is None or not seldom(self.worker.clock + 1):
             return
         from meshwright.mean_loss import check_mean
 
@@ -229,10 +229,8 @@ class ServerStep:
         self._weights.check_loss(rows for leaves in self._lookups.leaves.values() for _, rows in leaves)
         trainable(loss, self.loss).backward()
         self.traffic.looked_up_rows += self._lookups.rows
-        some = (
-            self.worker.clock & (self.worker.clock - 1) == 0
-        )  # steps 1, 2, 3, 5, 9, …: it costs as long as a copy
-        dense, rows = self._weights.gradients(rows_of if some else None), self._lookups.gradients()
+        pulled = rows_of if seldom(self.worker.clock) else NOTHING  # to compare takes as long as a copy
+        dense, rows = self._weights.gradients(pulled), self._lookups.gradients()
         if not weight:  # no example: whatever the loss made of that does not count
             dense, rows = {}, {}
             for parameter in self._rest.values():

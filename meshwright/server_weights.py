@@ -182,14 +182,11 @@ class ServerWeights:
                 hint="return the loss without backward(); of several losses, or micro-batches, return the sum",
             )
 
-    def gradients(self, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    def gradients(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of what is pulled in full, on the host. Raises ServerError where the model has changed its weights.
-        `values`: what `fill` was given, to compare with: a change by `weight.data` leaves a version as it is."""
-        known = {} if values is None else values
+        `values`: of what was pulled in full, to compare with: a change by `weight.data` leaves a version as it is."""
         for name, was, now in zip(self._same, self._versions, self._now(), strict=True):
-            if was != now or (
-                name in self.dense and name in known and not _equal(self.dense[name], known[name])
-            ):
+            if was != now or (name in values and not _equal(self.dense[name], values[name])):
                 held = name in self.dense
                 raise ServerError(
                     f"{name} was changed within a step",
@@ -324,6 +321,11 @@ def check_hooks(named: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
+def seldom(number: int) -> bool:
+    """Whether a number is 0, 1, 2, 4, 8, …: of a step in which something is checked that costs time."""
+    return number & (number - 1) == 0
+
+
 def values_of(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
     """Initial values of a parameter, on the host: all, or of some rows of a table."""
     values = parameter.detach().cpu()
@@ -341,4 +343,4 @@ def _no_load(*_: Any) -> NoReturn:
     )
 
 
-__all__ = ["ServerWeights", "check_free", "not_copied", "values_of"]
+__all__ = ["ServerWeights", "check_free", "not_copied", "seldom", "values_of"]

@@ -36,10 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is in other shares. A test is in the same one at all times, whatever others there are."""
     mine, shares = map(int, config.getoption("share").split("/"))
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares != mine - 1]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == mine - 1]
+    by_share: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        by_share[zlib.crc32(item.nodeid.encode()) % shares == mine - 1].append(item)
+    config.hook.pytest_deselected(items=by_share[False])
+    items[:] = by_share[True]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -60,7 +60,7 @@ def save(
     is on no server may change before. Raises CheckpointError, and ServerError for servers that do not answer."""
     check_keep(keep)
     folder, worker = as_path(path).absolute(), state.worker
-    steps = worker.before + worker.clock
+    steps = worker.steps
     state.hold(folder)
     plain, transport, servers = to_plain(data, "data"), worker.transport.another(), worker.map.servers
 

@@ -67,8 +67,10 @@ def begun(transport: Transport, *, outside: bool) -> int:
     """How often what the job trains has begun anew. What is on no server is lost when all workers start again, so what
     servers have would not fit it; shares of a step that was pushed in part would not either (`outside`). What servers
     have is lost with one of them. Raises ServerError without a scheduler."""
-    if outside or not isinstance(transport, Remote):
-        return attempt() if outside else 0
+    if outside:
+        return attempt()
+    if not isinstance(transport, Remote):
+        return 0
     try:
         return transport.meeting.losses()
     except LaunchError as error:
@@ -92,7 +94,7 @@ def goes_on(worker: Worker, declare: Declare) -> int:
     other one. Worker 0 says so, and which options of its optimizers differ from theirs."""
     if not declare.together or not worker.clock:
         return 0
-    step = worker.before + worker.clock
+    step = worker.steps
     others = {
         f"{key}={has[key]:g}, not {now:g}"
         for p in declare.parameters

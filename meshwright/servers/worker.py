@@ -103,6 +103,11 @@ class Worker:
             str, int
         ] = {}  # streams of samples that had no more for this worker: in how many epochs
 
+    @property
+    def steps(self) -> int:
+        """Those that it has pushed, and those of an earlier job."""
+        return self.before + self.clock
+
     def fill(self, values: Callable[[str, range], torch.Tensor]) -> None:
         """Send initial values of what the servers miss. `values`: of a parameter's rows, or of all of it."""
         for server, missing in self.missing.items():

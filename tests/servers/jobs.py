@@ -36,11 +36,16 @@ def job(
     values: Any = values,
     shares: bool = False,
     limit: m.Limit | None = None,
+    servers: Local | None = None,
+    **more: Any,
 ) -> tuple[Local, list[Worker]]:
-    """Servers with values, and workers that have joined."""
-    servers = Local({n: Server(n) for n in range(count)}, patience)
+    """Servers with values, and workers that have joined. `servers`: those of another life of the job. `more`: of
+    what workers declare."""
+    servers = servers or Local({n: Server(n) for n in range(count)}, patience)
     held = given or parameters()
-    declare = m.Declare("job", held, spread(held, range(count)), bound, workers, shares=shares, limit=limit)
+    declare = m.Declare(
+        "job", held, spread(held, range(count)), bound, workers, shares=shares, limit=limit, **more
+    )
     made = [Worker(servers, n, declare) for n in range(workers)]
     made[0].fill(values)
     for worker in made:

@@ -28,13 +28,7 @@ from tests.servers.jobs import ROWS, full
 
 
 def begin(servers: Local, life: int = 0, workers: int = 2) -> list[Worker]:
-    held = jobs.parameters()
-    declare = m.Declare("job", held, spread(held, range(2)), 0, workers, life=life, together=True)
-    made = [Worker(servers, n, declare) for n in range(workers)]
-    made[0].fill(jobs.values)
-    for worker in made:
-        worker.join()
-    return made
+    return jobs.job(workers=workers, servers=servers, life=life, together=True)[1]
 
 
 def push(worker: Worker) -> None:
