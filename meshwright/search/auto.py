@@ -32,7 +32,7 @@ from meshwright.search.memory_limit import (
 )
 from meshwright.search.planner import Planner, SearchResult, families_of, resting_families
 from meshwright.search.recursion_within_limit import recursion
-from meshwright.search.solve import solve, solve_limited
+from meshwright.search.solve import skipping_unproven, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import outside
@@ -91,14 +91,17 @@ def _look(planner: Planner, tried: _Tried) -> None:
         if stop.now():
             return
     _repeated(planner, tried)
-    _lighter(planner, tried)
-    _smaller_limits(planner, tried)
+    with skipping_unproven():
+        _lighter(planner, tried)
+    with skipping_unproven():
+        _smaller_limits(planner, tried)
     if planner.request.memory_bytes is not None and not stop.now() and _may_gain(planner, tried):
-        found, near = priced_by_bytes(planner, recursion(planner))
-        tried.nearest += [near] if near is not None else []
-        if found is not None:
-            _take(planner, tried, "recursion within memory", found)
-            planner.tell("recursion within memory", step_of(found), None)
+        with skipping_unproven():
+            found, near = priced_by_bytes(planner, recursion(planner))
+            tried.nearest += [near] if near is not None else []
+            if found is not None:
+                _take(planner, tried, "recursion within memory", found)
+                planner.tell("recursion within memory", step_of(found), None)
 
 
 def _quickest(named: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
@@ -161,12 +164,14 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
         if planner.request.stop.now():
             return
         if alpha is None:
-            around = _bound(planner, tried, name, space)
+            with skipping_unproven():
+                around = _bound(planner, tried, name, space)
         planner.tell(name, _best(planner, tried), tried.steps.get(name))
     for entry in entries(space, around) if around else ():
         if planner.request.stop.now() or _is_near(planner, tried, name):
             return
-        _bound(planner, tried, name, space, entry)
+        with skipping_unproven():
+            _bound(planner, tried, name, space, entry)
         planner.tell(name, _best(planner, tried), tried.steps[name])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.search.budget import AUTO, MEMORY, SOLVE
 from meshwright.search.planner import Planner, SearchResult
-from meshwright.search.solve import Memory, Problem, solve, solve_limited
+from meshwright.search.solve import Memory, Problem, skipping_unproven, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import rows_chosen, states_with
 
@@ -43,11 +43,30 @@ def limited(
     """The optimum of a space under the request's memory limit; without one, the optimum.
 
     `alone`: whether its price and bound are what the user waits for; one search of several only says that it goes on,
-    and under a limit its solves are as near to the optimum as `MEMORY.work` allows.
+    and under a limit its solves are as near to the optimum as `MEMORY.work` allows. Where that finds no choice and
+    cannot prove that there is none, one of several has none, and the others go on; alone it raises NoStates.
     `most_solves`: after how many the optimum under a limit is near enough; `enough`: of its price, when it is sooner.
     `below`: seconds of a step; a choice that is over the limit and no quicker ends it, as what takes less is slower.
     `known`: a choice to begin with where memory has no limit. Ended early it returns the best so far, and `stopped`.
     """
+    asked = (planner, space, alpha, alone, known, most_solves, enough, below)
+    if alone:
+        return _limited(*asked)
+    with skipping_unproven():
+        return _limited(*asked)
+    return Limited(None, 0.0)
+
+
+def _limited(
+    planner: Planner,
+    space: Space,
+    alpha: float | None,
+    alone: bool,
+    known: SearchResult | None,
+    most_solves: int,
+    enough: float,
+    below: float,
+) -> Limited:
     problem, limit, stop = planner.problem(space, alpha), planner.limit(space), planner.request.stop
     found_any = False
 

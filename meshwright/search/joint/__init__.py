@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.budget import TECHNIQUES
+from meshwright.search.budget import MEMORY, TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
@@ -30,7 +30,7 @@ from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.least_memory import any_fits
 from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of
 from meshwright.search.planner import Planner, SearchResult, families_of
-from meshwright.search.solve import solve
+from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.build import Space
 
 
@@ -45,6 +45,8 @@ def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload:
             return auto(planner)
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
+    over = dimensions(planner, offload=offload)
+    seen = _first(planner, over)
     planner.tell("the least memory")
     space = planner.space(families_of(planner)[0][1])
     nearest: SearchResult | None = None
@@ -54,23 +56,28 @@ def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload:
             base = further_ahead(planner, auto(planner))
         except NothingFits as error:
             nearest = error.nearest
-    if base is None and planner.request.stop.now():  # an answer is known elsewhere
+    if base is None and planner.request.stop.now():
+        if seen:
+            return _bounded(planner, space, seen[-1])
+        # An answer is known elsewhere.
         raise DoesNotFit("the search was ended before a plan was found", why="", hint="a longer time_limit")
-    return _open(planner, space, base, nearest, offload)
+    return _open(planner, space, over, base, nearest, seen, offload)
 
 
 def _open(
     planner: Planner,
     space: Space,
+    over: tuple[Dimension, ...],
     base: SearchResult | None,
     nearest: SearchResult | None,
+    seen: list[SearchResult],
     offload: bool,
 ) -> SearchResult:
     """The best with the techniques that are open, where they can be of use; ended early, the best so far."""
-    seen = [base] if base is not None else []
-    if base is not None and planner.request.stop.now():
-        return base
-    over = dimensions(planner, offload=offload)
+    if base is not None:
+        seen = sorted([*seen, base], key=step_of, reverse=True)
+        if planner.request.stop.now():
+            return seen[-1]
     wide = wider(planner, over, offload=offload)
     decided = base is None or base.claims.get("memory_decided", False)
     if not decided or all(len(d.values) == 1 for d in wide):
@@ -103,12 +110,10 @@ def _best(
     """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
     those with what is looked at next."""
     over, wide, stop = *overs, planner.request.stop
-    if base is None:
-        _first(planner, over, seen)
-        if planner.request.any_fits:
-            if (last := last_resort(planner, space, wide)) is None:
-                raise too_large(planner, nearest)
-            return last
+    if base is None and planner.request.any_fits:
+        if (last := last_resort(planner, space, wide)) is None:
+            raise too_large(planner, nearest)
+        return last
     made = front(planner, space)
     best = _searched(planner, made, over, base, seen)
     best = _searched(planner, made, wide, best, seen, over)
@@ -151,27 +156,32 @@ def _best(
 
 def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult:
     """The best with how far it is from what no choice under any techniques undercuts."""
-    bound = solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
+    bound = least_of(planner).in_one(1)
+    with skipping_unproven():
+        bound = solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, step_of(best) / bound - 1) if bound > 0 else 0.0
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
 
 
-def _first(planner: Planner, over: tuple[Dimension, ...], seen: list[SearchResult]) -> None:
-    """A first answer, before fronts are made: data parallel over tensor parallel inside, storage sharded, with layers
-    computed again."""
-    made = first_front(planner)
-    for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
-        if not made.candidates or made.peak_bytes(made.candidates[0], point.techniques) > (
-            planner.request.memory_bytes or 0.0
-        ):
-            continue
-        found = made.evaluated(made.candidates[0], point.techniques)
-        if fits_in_both(planner, found):
-            _see(planner, seen, found)
-            planner.tell("recipe", step_of(found), None)
-            return
+def _first(planner: Planner, over: tuple[Dimension, ...]) -> list[SearchResult]:
+    """A first answer, where memory is short: data parallel over tensor parallel inside, storage sharded, with layers
+    computed again. Where there is room, `auto` has one as soon."""
+    made, limit = first_front(planner), planner.request.memory_bytes or 0.0
+    for candidate in made.candidates[:1]:
+        for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
+            size = made.sums(candidate, point.techniques)
+            if point.techniques == planner.techniques and size <= MEMORY.little_room * limit:
+                return []
+            if size > limit:
+                continue
+            found = made.evaluated(candidate, point.techniques)
+            if fits_in_both(planner, found):
+                offer(planner, found)
+                planner.tell("recipe", step_of(found), None)
+                return [found]
+    return []
 
 
 def _see(planner: Planner, seen: list[SearchResult], found: SearchResult) -> None:

@@ -3,7 +3,7 @@
 from meshwright.search.solve.bounds import Solution, completed, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
 from meshwright.search.solve.lagrange import LimitedSolution, solve_limited
-from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem
+from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem, skipping_unproven
 
 __all__ = [
     "solve",
@@ -15,6 +15,7 @@ __all__ = [
     "Builder",
     "Memory",
     "NoStates",
+    "skipping_unproven",
     "eliminate",
     "estimate",
     "Estimate",

@@ -6,7 +6,8 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,16 @@ class NoStates(MeshwrightError):
         if variable is not None:
             what = f"variable {variable} has no state that its neighbours allow"
         super().__init__(what, why=why)
+
+
+@contextmanager
+def skipping_unproven() -> Iterator[None]:
+    """Within, a search ends where it finds no choice and cannot prove that there is none: others go on without it."""
+    try:
+        yield
+    except NoStates as error:
+        if error.proven:
+            raise
 
 
 @dataclass(frozen=True, eq=False)
