@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from typing import TextIO
 
 DUMP = "def forward(self"  # how the program begins that torch.export prints up to the operator that it cannot export
-TALKATIVE = "torch.fx.experimental.symbolic_shapes"
+# Loggers, with the lowest level that is shown: an operator that fails is our error, with the user's line.
+TALKATIVE = {
+    "torch.fx.experimental.symbolic_shapes": logging.ERROR,
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+}
 
 
 class _WithoutDumps(io.TextIOBase):
@@ -41,14 +45,15 @@ def without_dumps() -> Iterator[None]:
     if "TORCH_LOGS" in os.environ:
         yield
         return
-    logger = logging.getLogger(TALKATIVE)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
+    for name, level in TALKATIVE.items():
+        logging.getLogger(name).setLevel(level)
     try:
         with contextlib.redirect_stderr(_WithoutDumps(sys.stderr)):
             yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 __all__ = ["without_dumps"]

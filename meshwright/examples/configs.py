@@ -195,9 +195,10 @@ def _batch(
     if kind == "image":
         if sequence is not None:
             raise ModelError("--seq has no meaning for images", why=f"{file} is an image classifier")
-        size = getattr(config, "image_size", None) or 224
+        seen = getattr(config, "vision_config", None) or config  # as in CLIP and SigLIP, which also have text
+        size = getattr(seen, "image_size", None) or 224
         high, wide = size if isinstance(size, list | tuple) else (size, size)
-        pixels = torch.empty(rows, getattr(config, "num_channels", 3), high, wide, dtype=_dtype(config))
+        pixels = torch.empty(rows, getattr(seen, "num_channels", 3), high, wide, dtype=_dtype(config))
         return {"pixel_values": pixels, "labels": torch.empty(rows, dtype=torch.long)}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = min((v for n in LENGTHS if isinstance(v := getattr(text, n, None), int) and v > 0), default=0)

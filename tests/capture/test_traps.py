@@ -190,6 +190,12 @@ def test_torch_prints_no_program_above_an_error(
     assert "def forward(self" in capsys.readouterr().err
 
 
+def test_torch_logs_nothing_of_an_operator_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError):
+        capture(*net(lambda m, x: m.a(x) + torch.zeros(3, 5)), mean_loss)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def test_data_dependent_control_flow_names_the_line() -> None:
     def body(model: Net, x: torch.Tensor) -> torch.Tensor:
         h = model.a(x)

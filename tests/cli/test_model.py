@@ -118,6 +118,20 @@ def test_the_dtype_is_that_of_the_file(tmp_path):
     assert opened.batch["input_ids"].shape == (8, 1024)
 
 
+def test_images_are_of_the_size_that_the_vision_part_reads(tmp_path):
+    small = {**WIDE, "image_size": 24, "patch_size": 8}
+    file = config(
+        tmp_path,
+        "siglip",
+        architectures=["SiglipForImageClassification"],
+        vision_config=small,
+        text_config={**WIDE, "max_position_embeddings": 8},
+    )
+    opened = open_model(f"hf:{file}", batch=4)
+    assert opened.batch["pixel_values"].shape == (4, 3, 24, 24)
+    mw.plan(opened.model, opened.batch, loss=opened.loss, mesh={"dp": 2})
+
+
 def test_speech_is_as_many_frames_as_the_encoder_reads_beside_the_words(tmp_path):
     sizes = {
         "d_model": 32,

@@ -14,6 +14,8 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.examples import llama, zoo
 from meshwright.plan.plan import Plan
+from meshwright.search.planner import Planner, SearchResult
+from meshwright.search.solve import NoStates, solve_limited
 from tests.breadth import first
 from tests.search.planned import MESHES, built, cluster, free, peaks
 
@@ -91,6 +93,39 @@ def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None
     assert not plan.techniques.non_defaults() and plan.claims["gaps"]["step"] < 0.01
     assert plan.claims["peak_bytes"] <= 0.5 * free("wide gpt", "2x2", "auto").claims["peak_bytes"]
     assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
+
+
+def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 0.9 * free("deep llama", "2x2", "auto").claims["peak_bytes"]
+    offered: list[Any] = []
+
+    def search(planner: Planner) -> SearchResult:
+        offered.append(planner.request.stop.offered)
+        raise PlanError("seen enough")
+
+    monkeypatch.setattr("meshwright.search.cost_modes.auto", search)
+    with pytest.raises(PlanError, match="seen enough"):
+        planned("deep llama", "2x2", 0.9, pipeline=1)
+    early = offered[0]()
+    assert early.techniques.recompute and early.claims["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_search_that_finds_nothing_and_proves_nothing_is_left_out(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def undecided(*args: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise NoStates(None, proven=False)
+        return solve_limited(*args, **options)
+
+    monkeypatch.setattr("meshwright.search.memory_limit.solve_limited", undecided)
+    plan = planned("wide mlp", "2", 0.9)
+    assert next(calls) > call
+    assert plan.techniques.pipeline == 1
+    assert plan.claims["step_seconds"] <= free("wide mlp", "2", "auto").claims["step_seconds"] * 1.05
 
 
 @pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
