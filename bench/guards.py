@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright as mw
+from meshwright.checks.guards import Guards
 from meshwright.examples import gpt, mlp, zoo
-from meshwright.guards import Guards
 
 LIMIT = 0.005  # of a small step
 MODELS: dict[str, Callable[[], Any]] = {

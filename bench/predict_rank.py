@@ -25,11 +25,11 @@ import torch
 from bench.memory import peak_bytes
 from bench.predict_cases import captured, model
 from bench.ranks import on_ranks
-from meshwright.agreement import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.quiet import unrest
 from meshwright.capture import Captured
 from meshwright.capture.pytree import leaves
+from meshwright.checks.rank_agreement import axis_sets
 from meshwright.compile import lower, values_of
 from meshwright.core.mesh import Mesh
 from meshwright.cost.local_machine import cores

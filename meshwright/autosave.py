@@ -29,9 +29,9 @@ from meshwright.checkpoint.load import Loaded
 from meshwright.checkpoint.lock import Lock
 from meshwright.checkpoint.memory import Copies
 from meshwright.checkpoint.save import check_keep
+from meshwright.checks.input_checks import check_switches
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, PeerLost, a_type
-from meshwright.input_checks import check_switches
 from meshwright.server_step import ServerStep
 from meshwright.train import TrainStep, shutdown
 

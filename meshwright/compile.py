@@ -13,15 +13,15 @@ import torch
 from meshwright.capture import Captured
 from meshwright.capture import capture as capture_graph
 from meshwright.capture.pytree import facts_of, leaves
+from meshwright.checks.guards import Guards
+from meshwright.checks.input_checks import check_capturable, folder_from
+from meshwright.checks.model_checks import check_function
 from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
-from meshwright.guards import Guards
 from meshwright.hollow import as_shapes
-from meshwright.input_checks import check_capturable, folder_from
 from meshwright.loss_value import GIVE_LOSS, Loss, default_loss
-from meshwright.model_checks import check_function
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan

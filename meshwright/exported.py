@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from meshwright import heartbeat
-from meshwright.agreement import over_gloo, own_device, prepare
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
 from meshwright.capture.nest import count
@@ -30,6 +29,7 @@ from meshwright.checkpoint.folder import as_path
 from meshwright.checkpoint.safetensors_io import Tensor, read_head, read_into, write
 from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES
 from meshwright.checkpoint.weights import confirmed
+from meshwright.checks.rank_agreement import over_gloo, own_device, prepare
 from meshwright.compile import lower, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.graph_text import parse

@@ -12,17 +12,6 @@ from typing import Any, Unpack
 import torch
 
 from meshwright import heartbeat
-from meshwright.agreement import (
-    Agreed,
-    device_of,
-    over_gloo,
-    own_device,
-    pack,
-    prepare,
-    same_model,
-    source_of,
-    unpack,
-)
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward, filled
@@ -36,16 +25,28 @@ from meshwright.checkpoint.weights import (
     open_weights,
     read_weights,
 )
+from meshwright.checks.guards import Guards
+from meshwright.checks.input_checks import check_capturable, check_ranks, check_switches, plan_from
+from meshwright.checks.model_checks import check_function
+from meshwright.checks.rank_agreement import (
+    Agreed,
+    device_of,
+    over_gloo,
+    own_device,
+    pack,
+    prepare,
+    same_model,
+    source_of,
+    unpack,
+)
+from meshwright.checks.same_values import same_values
 from meshwright.compile import lower, plan_captured, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
 from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
-from meshwright.guards import Guards
 from meshwright.hollow import as_shapes, check_has_values
-from meshwright.input_checks import check_capturable, check_ranks, check_switches, plan_from
-from meshwright.model_checks import check_function
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks
@@ -59,7 +60,6 @@ from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.shard_access import ShardAccess
-from meshwright.same_values import same_values
 from meshwright.search.reuse import carried
 from meshwright.search.wanted import MeshLike, Pins
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from meshwright import heartbeat
-from meshwright.agreement import source_of
 from meshwright.capture.pytree import map_leaves
 from meshwright.capture.trace import scalar_of
+from meshwright.checks.input_checks import check_numbers, check_shared, check_switches
+from meshwright.checks.model_checks import check_model
+from meshwright.checks.rank_agreement import source_of
 from meshwright.errors import RunError, StrategyError, did_you_mean
 from meshwright.evaluation import evaluating
-from meshwright.input_checks import check_numbers, check_shared, check_switches
 from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
-from meshwright.model_checks import check_model
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups

@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
-from meshwright.agreement import pack, prepare, same_model, same_optimizer, unpack
 from meshwright.capture import Captured
 from meshwright.capture.fold import fold
 from meshwright.capture.pytree import facts_of, leaves, map_leaves
+from meshwright.checks.guards import Guards
+from meshwright.checks.input_checks import check_trains
+from meshwright.checks.rank_agreement import pack, prepare, same_model, same_optimizer, unpack
+from meshwright.checks.same_values import same_values
 from meshwright.compile import Loss, captured_of, lower, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
-from meshwright.guards import Guards
 from meshwright.hollow import Hollow
-from meshwright.input_checks import check_trains
 from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import Given, LocalBatch
@@ -37,7 +38,6 @@ from meshwright.runtime.rendezvous import Meeting, late
 from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.trained import OptimizerFactory
-from meshwright.same_values import same_values
 from meshwright.search.reuse import StoredLayout, carried_to_train
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program

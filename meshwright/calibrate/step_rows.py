@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from meshwright.agreement import axis_sets
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.models import EMPTY, MODELS, Built
 from meshwright.calibrate.plan import LEVEL, Pace, Point
 from meshwright.capture import Captured
 from meshwright.capture.pytree import leaves
+from meshwright.checks.rank_agreement import axis_sets
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.core.graph import DTYPES, TRANSFERS, Graph
 from meshwright.core.layout import SubDim, TensorLayout

@@ -21,6 +21,7 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 
+from meshwright.checks.model_checks import check_model
 from meshwright.core.techniques import Options
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
@@ -38,7 +39,6 @@ from meshwright.generate.shell import (
     shell_of,
     text_config,
 )
-from meshwright.model_checks import check_model
 from meshwright.plan.plan import Plan
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins

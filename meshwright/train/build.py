@@ -11,7 +11,24 @@ import torch
 import torch.distributed as dist
 
 from meshwright import heartbeat
-from meshwright.agreement import (
+from meshwright.capture import Captured
+from meshwright.capture.fold import fold
+from meshwright.capture.hooks import check_weight_hooks
+from meshwright.capture.meta_init import Init, Initial, check_init, temporary_of
+from meshwright.capture.pytree import map_leaves
+from meshwright.checks.guards import Guards
+from meshwright.checks.input_checks import (
+    check_beside,
+    check_numbers,
+    check_random,
+    check_ranks,
+    check_shared,
+    check_switches,
+    check_trains,
+    plan_from,
+)
+from meshwright.checks.model_checks import check_factory, check_function, check_model
+from meshwright.checks.rank_agreement import (
     over_gloo,
     pack,
     prepare,
@@ -21,11 +38,7 @@ from meshwright.agreement import (
     source_of,
     unpack,
 )
-from meshwright.capture import Captured
-from meshwright.capture.fold import fold
-from meshwright.capture.hooks import check_weight_hooks
-from meshwright.capture.meta_init import Init, Initial, check_init, temporary_of
-from meshwright.capture.pytree import map_leaves
+from meshwright.checks.same_values import same_values
 from meshwright.compile import (
     Loss,
     captured_of,
@@ -39,18 +52,6 @@ from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.example_count import Weight, examples
-from meshwright.guards import Guards
-from meshwright.input_checks import (
-    check_beside,
-    check_numbers,
-    check_random,
-    check_ranks,
-    check_shared,
-    check_switches,
-    check_trains,
-    plan_from,
-)
-from meshwright.model_checks import check_factory, check_function, check_model
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import (
@@ -77,7 +78,6 @@ from meshwright.runtime.regroup import group
 from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.trained import OptimizerFactory
-from meshwright.same_values import same_values
 from meshwright.search.wanted import MeshLike, Pins
 from meshwright.server_step import ServerStep
 from meshwright.servers.at_end import settle_shares

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright.agreement import Agreed, device_of, own_device
 from meshwright.capture.meta_init import Init, Initial
+from meshwright.checks.rank_agreement import Agreed, device_of, own_device
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError

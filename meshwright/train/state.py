@@ -16,16 +16,16 @@ from meshwright.checkpoint.load import Loaded, load, resume
 from meshwright.checkpoint.memory import Copies, key_of, machines_of
 from meshwright.checkpoint.recover import recover
 from meshwright.checkpoint.save import Saves
+from meshwright.checks.input_checks import (
+    check_switches,
+)
+from meshwright.checks.model_checks import check_function, check_model
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
 from meshwright.full_model import copies, full_model, gathered, load_full
 from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
 from meshwright.hollow import Hollow
-from meshwright.input_checks import (
-    check_switches,
-)
-from meshwright.model_checks import check_function, check_model
 from meshwright.plan.plan import Plan
 from meshwright.runtime.step import LocalStep
 

@@ -15,6 +15,7 @@ from meshwright.capture.hooks import ShardHooks
 from meshwright.capture.nest import filled
 from meshwright.capture.pytree import leaves
 from meshwright.checkpoint.load import Loaded
+from meshwright.checks.input_checks import check_switches
 from meshwright.compile import check_size
 from meshwright.core.mesh import Mesh
 from meshwright.core.rank_numbers import WorldRank
@@ -22,7 +23,6 @@ from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.hollow import Hollow
-from meshwright.input_checks import check_switches
 from meshwright.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.agreement import prepare
 from meshwright.capture import Captured
 from meshwright.checkpoint.user_data import from_plain, give_back, to_plain
+from meshwright.checks.rank_agreement import prepare
 from meshwright.compile import lower, plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.errors import BatchError, PeerLost, RunError

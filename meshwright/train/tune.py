@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from meshwright import heartbeat
-from meshwright.agreement import prepare
 from meshwright.capture import Captured
 from meshwright.capture.meta_init import Initial
 from meshwright.capture.pytree import leaves
+from meshwright.checks.rank_agreement import prepare
 from meshwright.compile import lower, plan_captured, values_of, with_model
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.launchers import launched

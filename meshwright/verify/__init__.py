@@ -18,12 +18,12 @@ import torch
 
 from meshwright.capture import Captured, widen, widened_eager
 from meshwright.capture.pytree import map_leaves
+from meshwright.checks.input_checks import plan_from
 from meshwright.compile import Loss, captured_of, default_loss, lower, plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.core.rank_numbers import WorldRank
 from meshwright.core.techniques import Options, options_beside
 from meshwright.errors import RunError
-from meshwright.input_checks import plan_from
 from meshwright.partition import Partition
 from meshwright.partition.gradients import loss_scale
 from meshwright.pipeline.meshes import meshes_of

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.guards import Guards
+from meshwright.checks.guards import Guards
 from meshwright.runtime.local_batch import LocalBatch
 from tests.breadth import quick
 from tests.habits.plans import NAMES, Net, batches, loss, run

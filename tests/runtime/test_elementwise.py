@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.agreement import same_groups
+from meshwright.checks.rank_agreement import same_groups
 from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.core.techniques import techniques_from
 from meshwright.errors import RunError

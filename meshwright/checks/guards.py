@@ -25,7 +25,7 @@ from meshwright.capture.pytree import literals
 from meshwright.capture.reads import is_library, takes_all
 from meshwright.capture.value_records import SMALL_BYTES, ReadValues, address, differs, fixed, shown, version
 from meshwright.capture.values import find
-from meshwright.conjunction import Conjunction
+from meshwright.checks.conjunction import Conjunction
 from meshwright.errors import RunError
 from meshwright.runtime.local_batch import LocalBatch
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from meshwright.checks.model_checks import check_model, check_unwrapped
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.core.type_guards import is_number, is_whole
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, PlanError, RunError, ServerError, a_type, path_from
-from meshwright.model_checks import check_model, check_unwrapped
 from meshwright.pipeline.meshes import meshes
 from meshwright.plan.plan import Plan
 from meshwright.runtime.rendezvous import check_world

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from meshwright import heartbeat
+from meshwright.checks.guards import Guards
 from meshwright.core.graph import Graph
 from meshwright.errors import MeshwrightError, RunError
-from meshwright.guards import Guards
 from meshwright.runtime.equal_start import checksum
 from meshwright.runtime.rendezvous import Meeting
 
