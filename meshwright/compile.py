@@ -21,7 +21,7 @@ from meshwright.core.techniques import NONE, Options, Techniques, techniques_fro
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
 from meshwright.hollow import as_shapes
-from meshwright.loss_value import GIVE_LOSS, Loss, default_loss
+from meshwright.loss.loss_value import GIVE_LOSS, Loss, default_loss
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan

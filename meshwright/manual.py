@@ -23,8 +23,8 @@ from meshwright.checks.input_checks import check_numbers, check_shared, check_sw
 from meshwright.checks.model_checks import check_model
 from meshwright.checks.rank_agreement import source_of
 from meshwright.errors import RunError, StrategyError, did_you_mean
-from meshwright.evaluation import evaluating
-from meshwright.loss_value import AFTER_BACKWARD, Loss, default_loss
+from meshwright.loss.evaluation import evaluating
+from meshwright.loss.loss_value import AFTER_BACKWARD, Loss, default_loss
 from meshwright.runtime.buckets import BUCKET_BYTES, GradientBuckets
 from meshwright.runtime.clipping import clip_by_global_norm
 from meshwright.runtime.communicator import ProcessGroups

@@ -7,8 +7,8 @@ import torch
 from meshwright.checks.model_checks import check_factory, check_function, check_model, check_unwrapped
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import ServerError
-from meshwright.example_count import Weight, examples
-from meshwright.loss_value import Loss, default_loss
+from meshwright.loss.example_count import Weight, examples
+from meshwright.loss.loss_value import Loss, default_loss
 from meshwright.server_step import ServerStep
 from meshwright.servers.marks import Factory
 

@@ -20,9 +20,9 @@ import torch
 
 from meshwright import heartbeat
 from meshwright.errors import did_you_mean
-from meshwright.evaluation import evaluating
-from meshwright.example_count import Share, Weight, examples, examples_of_each, weight_of
-from meshwright.loss_value import AFTER_BACKWARD, Loss, trainable
+from meshwright.loss.evaluation import evaluating
+from meshwright.loss.example_count import Share, Weight, examples, examples_of_each, weight_of
+from meshwright.loss.loss_value import AFTER_BACKWARD, Loss, trainable
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
 from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
@@ -213,7 +213,7 @@ class ServerStep:
         """Raise BatchError if the loss of a batch is not the mean of those of its shares."""
         if self._share is None or not seldom(self.worker.clock + 1):
             return
-        from meshwright.mean_loss import check_mean
+        from meshwright.loss.mean_loss import check_mean
 
         with self.traffic.uncounted(), self._lookups.kept(), self._reading():
             check_mean(self.model, self.loss, self.weight, batch, self._share, self.workers)

@@ -51,7 +51,7 @@ from meshwright.compile import (
 from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
-from meshwright.example_count import Weight, examples
+from meshwright.loss.example_count import Weight, examples
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.programs import (

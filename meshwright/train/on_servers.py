@@ -15,7 +15,7 @@ import torch
 
 from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import BatchError, PlanError
-from meshwright.example_count import examples
+from meshwright.loss.example_count import examples
 from meshwright.parameter_server import check_arguments
 from meshwright.runtime.agreement import describe_batch
 from meshwright.runtime.rendezvous import launched_world

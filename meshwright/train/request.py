@@ -14,7 +14,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError
 from meshwright.hollow import check_has_values
-from meshwright.loss_value import Loss
+from meshwright.loss.loss_value import Loss
 from meshwright.plan.plan import Plan
 from meshwright.programs import ModelState, check_joins
 from meshwright.runtime.rendezvous import Meeting

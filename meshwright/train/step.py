@@ -23,7 +23,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.hollow import Hollow
-from meshwright.loss_value import AFTER_BACKWARD
+from meshwright.loss.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text
 from meshwright.pipeline.meshes import meshes_of

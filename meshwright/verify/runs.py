@@ -16,7 +16,7 @@ from meshwright.capture.pytree import leaves
 from meshwright.capture.trace import loss_and_more
 from meshwright.core.graph import Graph, Node
 from meshwright.core.mesh import Mesh
-from meshwright.loss_value import Loss
+from meshwright.loss.loss_value import Loss
 from meshwright.ops.batch import example_reducers
 from meshwright.partition import Partition, partition
 from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld

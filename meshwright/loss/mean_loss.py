@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from meshwright.errors import BatchError
-from meshwright.evaluation import without_trace
-from meshwright.example_count import Share, Weight, weight_of
-from meshwright.loss_value import Loss, scalar
+from meshwright.loss.evaluation import without_trace
+from meshwright.loss.example_count import Share, Weight, weight_of
+from meshwright.loss.loss_value import Loss, scalar
 
 SMALL = 0.1  # a smaller loss is a difference of larger numbers, with their rounding
 HINT = (
