@@ -20,7 +20,6 @@ from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import NONE, Options, Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, ClusterError, DoesNotFit
-from meshwright.hollow import as_shapes
 from meshwright.loss.loss_value import GIVE_LOSS, Loss, default_loss
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
@@ -35,6 +34,7 @@ from meshwright.search.planner import Progress, Request
 from meshwright.search.stop import Stop
 from meshwright.search.wanted import MeshLike, Pins, Wanted
 from meshwright.smaller_batches import with_batch_that_fits
+from meshwright.user_module.hollow import as_shapes
 
 FIRST = 1e-3  # seconds of a search whose first answer is enough
 

@@ -46,7 +46,6 @@ from meshwright.core.layout import TensorLayout
 from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
-from meshwright.hollow import as_shapes, check_has_values
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.remarks import log_remarks
@@ -62,6 +61,7 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.shard_access import ShardAccess
 from meshwright.search.reuse import carried
 from meshwright.search.wanted import MeshLike, Pins
+from meshwright.user_module.hollow import as_shapes, check_has_values
 
 PROGRAMS = 16  # of other shapes that a forward step keeps
 Outputs = Callable[[Any, Any], Any]

@@ -28,7 +28,6 @@ from meshwright.compile import Loss, captured_of, lower, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
-from meshwright.hollow import Hollow
 from meshwright.plan.plan import Plan
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import Given, LocalBatch
@@ -39,6 +38,7 @@ from meshwright.runtime.state import State
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.reuse import StoredLayout, carried_to_train
+from meshwright.user_module.hollow import Hollow
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program
 log = logging.getLogger("meshwright")

@@ -13,7 +13,6 @@ from meshwright.checks.rank_agreement import Agreed, device_of, own_device
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError
-from meshwright.hollow import check_has_values
 from meshwright.loss.loss_value import Loss
 from meshwright.plan.plan import Plan
 from meshwright.programs import ModelState, check_joins
@@ -21,6 +20,7 @@ from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.planner import Request
 from meshwright.search.wanted import MeshLike, Pins
+from meshwright.user_module.hollow import check_has_values
 
 
 @dataclass(frozen=True, kw_only=True)

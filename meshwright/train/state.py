@@ -22,12 +22,12 @@ from meshwright.checks.input_checks import (
 from meshwright.checks.model_checks import check_function, check_model
 from meshwright.errors import RunError
 from meshwright.forward import ForwardStep, Outputs, default_outputs, shared_forward
-from meshwright.full_model import copies, full_model, gathered, load_full
 from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
-from meshwright.hollow import Hollow
 from meshwright.plan.plan import Plan
 from meshwright.runtime.step import LocalStep
+from meshwright.user_module.full_model import copies, full_model, gathered, load_full
+from meshwright.user_module.hollow import Hollow
 
 
 def with_plain_parameters(method: Callable[..., Any]) -> Any:

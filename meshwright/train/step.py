@@ -22,7 +22,6 @@ from meshwright.core.rank_numbers import WorldRank
 from meshwright.cost.cluster import Cluster
 from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PeerLost, RunError, did_you_mean
-from meshwright.hollow import Hollow
 from meshwright.loss.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
 from meshwright.pipeline.measured import Measured, from_text, to_text
@@ -42,6 +41,7 @@ from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.step_trace import Recorder, ahead_of_first
 from meshwright.train.state import StepState, with_plain_parameters
+from meshwright.user_module.hollow import Hollow
 
 log = logging.getLogger("meshwright")
 

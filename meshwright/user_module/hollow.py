@@ -18,8 +18,18 @@ import torch
 
 from meshwright.capture.convert import FORMER
 from meshwright.errors import RunError
-from meshwright.placeholders import FLAG, GET_FLAG, GRADIENT, METADATA, READ, SHOWN, WRITE, first, wanted
 from meshwright.runtime.equal_start import checksum
+from meshwright.user_module.placeholders import (
+    FLAG,
+    GET_FLAG,
+    GRADIENT,
+    METADATA,
+    READ,
+    SHOWN,
+    WRITE,
+    first,
+    wanted,
+)
 
 FULL = (
     "with step.full() as model: … has the trained values; step.full_state() copies them, "

@@ -18,7 +18,6 @@ from meshwright.core.graph import Input
 from meshwright.core.layout import TensorLayout
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import PeerLost, RunError, did_you_mean
-from meshwright.hollow import Hollow
 from meshwright.redistribute import redistribute
 from meshwright.redistribute.boxes import full_box, held_boxes
 from meshwright.redistribute.index_maps import exchange
@@ -27,6 +26,7 @@ from meshwright.runtime.equal_start import checksum
 from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep
+from meshwright.user_module.hollow import Hollow
 
 
 def gathered(local: LocalStep) -> Iterator[tuple[Input, torch.Tensor]]:
