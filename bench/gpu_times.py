@@ -27,9 +27,9 @@ from meshwright.calibrate.step_rows import describe_step, priced
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.techniques import techniques_from
+from meshwright.planning.search_request import request_for
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
 from meshwright.predict.step_time import step_times
-from meshwright.request import request_for
 
 WARM_UP = 3
 ROUNDS_SECONDS = 1.0  # over a step of the slowest contender: how many rounds are measured

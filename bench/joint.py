@@ -53,7 +53,7 @@ def run_row(name: str, profile: Path | None) -> dict[str, Any]:
     from bench.search import _warm
     from meshwright.compile import plan_captured
     from meshwright.cost.cluster import Cluster
-    from meshwright.request import request_for
+    from meshwright.planning.search_request import request_for
 
     row = ROWS[name]
     found = opened(row.model, batch=row.batch, sequence=row.sequence)

@@ -47,11 +47,11 @@ from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.of_plan import schedule_of
 from meshwright.plan.plan import Plan, fingerprint
+from meshwright.planning.search_request import request_for
 from meshwright.predict.memory.allocator import optimizer_on
 from meshwright.predict.memory.step import peak
 from meshwright.predict.pipeline_step import peaks_of
 from meshwright.report.claims import claim_lines
-from meshwright.request import request_for
 from meshwright.runtime.buckets import Bucket
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.dtypes import TORCH_DTYPES

@@ -18,7 +18,7 @@ import meshwright as mw
 from bench.ps_tables_rank import batch, loss, model
 from meshwright.compile import captured_of
 from meshwright.core.techniques import NONE
-from meshwright.remarks import shown_elsewhere
+from meshwright.planning.log_remarks import shown_elsewhere
 from meshwright.search.planner import Request
 from meshwright.search.server_tables import served_tables
 from meshwright.search.wanted import Wanted

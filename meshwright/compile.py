@@ -24,16 +24,16 @@ from meshwright.loss.loss_value import GIVE_LOSS, Loss, default_loss
 from meshwright.ops.table import register
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan
-from meshwright.remarks import log_remarks
+from meshwright.planning.log_remarks import log_remarks
+from meshwright.planning.search_request import request_for
+from meshwright.planning.smaller_batches import with_batch_that_fits
 from meshwright.report.plan_table import plan_text
-from meshwright.request import request_for
 from meshwright.search.annotations import renumber
 from meshwright.search.choose import choose
 from meshwright.search.pipeline.choose import CHOSEN
 from meshwright.search.planner import Progress, Request
 from meshwright.search.stop import Stop
 from meshwright.search.wanted import MeshLike, Pins, Wanted
-from meshwright.smaller_batches import with_batch_that_fits
 from meshwright.user_module.hollow import as_shapes
 
 FIRST = 1e-3  # seconds of a search whose first answer is enough

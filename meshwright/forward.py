@@ -48,9 +48,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
-from meshwright.remarks import log_remarks
+from meshwright.planning.log_remarks import log_remarks
+from meshwright.planning.search_request import request_for
 from meshwright.report.program import ProgramText
-from meshwright.request import request_for
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.forward import LocalForward, leaves_of

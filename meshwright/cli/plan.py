@@ -192,7 +192,7 @@ def make(
         import meshwright as mw
         from meshwright.cli.model import open_model
         from meshwright.compile import captured_of, lower
-        from meshwright.remarks import shown_elsewhere
+        from meshwright.planning.log_remarks import shown_elsewhere
 
         opened = open_model(model, batch=batch, sequence=seq)
     with watch.stage(CAPTURING):

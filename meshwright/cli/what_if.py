@@ -69,9 +69,9 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
 def _with(
     base: Base, plan: Plan, captured: Captured, cluster: Cluster, asked: Mapping[str, Any]
 ) -> tuple[Plan, str]:
+    from meshwright.planning.search_request import request_for
     from meshwright.predict.step_time import with_turns
     from meshwright.report.what_if import changed, changed_in_stages
-    from meshwright.request import request_for
 
     factors = _factors(captured)
     if plan.stages:
@@ -166,7 +166,7 @@ def _planned_again(
     base: Base, opened: Opened, cluster: Cluster, asked: Mapping[str, Any]
 ) -> tuple[Plan, str]:
     import meshwright as mw
-    from meshwright.remarks import shown_elsewhere
+    from meshwright.planning.log_remarks import shown_elsewhere
 
     given = {**base.plan.techniques.non_defaults(), **asked}
     stages = asked.get("pipeline", 1)  # on ranks of their own

@@ -54,6 +54,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.loss.example_count import Weight, examples
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
+from meshwright.planning.log_remarks import log_remarks
+from meshwright.planning.search_request import request_for
 from meshwright.programs import (
     ModelState,
     Program,
@@ -64,8 +66,6 @@ from meshwright.programs import (
     keep_state,
     state_of,
 )
-from meshwright.remarks import log_remarks
-from meshwright.request import request_for
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.equal_start import start_equal

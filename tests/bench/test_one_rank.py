@@ -16,7 +16,7 @@ from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.runtime.kernels import expert_block
 from meshwright.search.joint.dimensions import pieces_of
 from tests.breadth import first

@@ -18,8 +18,8 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
+from meshwright.planning.search_request import request_for
 from meshwright.predict.tasks import simulate
-from meshwright.request import request_for
 from meshwright.runtime.communicator import Alone
 from tests.partition.models import UNEVEN
 

@@ -18,7 +18,7 @@ from meshwright.cost.cluster import Level
 from meshwright.ops.strategy import Strategy
 from meshwright.partition.collectives import program_collectives, sent_bytes
 from meshwright.plan.plan import Plan
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 
 RING = mw.Cluster.preset("h100")  # a reduce-scatter costs half of an all-reduce, as the formulas have it
 ONE, TWO, THREE = {"x": 8}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}

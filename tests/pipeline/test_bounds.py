@@ -15,7 +15,7 @@ from meshwright.pipeline.critical_path import chains, counts, shares_of
 from meshwright.pipeline.levels import mesh_over
 from meshwright.pipeline.play import play
 from meshwright.pipeline.schedules import make
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded

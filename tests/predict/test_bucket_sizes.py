@@ -13,8 +13,8 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt, llama
+from meshwright.planning.search_request import request_for
 from meshwright.predict.step_time import step_times
-from meshwright.request import request_for
 
 GPT = gpt.GPTConfig(vocabulary=512, width=256, layers=2, heads=8, sequence=64)
 LLAMA = llama.LlamaConfig(vocabulary=512, width=256, inner=704, layers=4, heads=8, kv_heads=4, sequence=64)

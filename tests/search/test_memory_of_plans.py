@@ -13,8 +13,8 @@ from meshwright.compile import captured_of
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import ACTIVATIONS, techniques_from
 from meshwright.ops.analysis import factors_of
+from meshwright.planning.search_request import request_for
 from meshwright.predict.tasks import simulate
-from meshwright.request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import folded, without_folds
 from meshwright.search.planner import Planner, families_of

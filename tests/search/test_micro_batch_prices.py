@@ -13,8 +13,8 @@ from meshwright.core.techniques import techniques_from
 from meshwright.ops.analysis import factors_of
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan, fingerprint
+from meshwright.planning.search_request import request_for
 from meshwright.predict.price import program_price
-from meshwright.request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.data_parallel import by_batch
 from meshwright.search.layer_groups import without_folds

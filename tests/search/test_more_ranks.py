@@ -12,7 +12,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, plan_captured
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 
 
 @functools.cache

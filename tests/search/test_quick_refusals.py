@@ -9,7 +9,7 @@ import pytest
 import meshwright as mw
 from meshwright.compile import captured_of, plan_captured
 from meshwright.errors import DoesNotFit
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.search.evaluate import Evaluator
 from tests.search.planned import MODELS, cluster
 

@@ -19,7 +19,7 @@ from meshwright.core.techniques import techniques_from
 from meshwright.ops.analysis import factors_of
 from meshwright.pipeline.levels import taken_of, within_stage
 from meshwright.pipeline.meshes import meshes
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.layer_groups import without_folds
 from meshwright.search.modes import plan_found

@@ -14,8 +14,8 @@ from meshwright.core.techniques import techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError
 from meshwright.plan.plan import Plan
+from meshwright.planning.search_request import request_for
 from meshwright.redistribute.steps import rounded_up
-from meshwright.request import request_for
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space

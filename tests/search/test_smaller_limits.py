@@ -10,7 +10,7 @@ import torch
 from meshwright.compile import Captured, captured_of, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from tests.search.planned import MODELS, cluster
 
 SAME = 1 + 1e-9

@@ -16,8 +16,8 @@ from meshwright.core.techniques import techniques_from
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.examples import gpt
 from meshwright.plan.plan import Plan
+from meshwright.planning.search_request import request_for
 from meshwright.redistribute.steps import enough_bytes, show_bytes
-from meshwright.request import request_for
 from tests.search.planned import SEARCHES, cluster, tower
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}

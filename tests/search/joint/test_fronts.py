@@ -11,7 +11,7 @@ from meshwright.compile import captured_of
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.evaluate import peak_on
 from meshwright.search.joint.dimensions import dimensions, points, wider

@@ -16,7 +16,7 @@ from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
-from meshwright.request import request_for
+from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.joint.dimensions import dimensions, points, sparing
 from meshwright.search.joint.pareto import stage_front
