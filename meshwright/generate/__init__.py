@@ -25,7 +25,6 @@ from meshwright.checks.model_checks import check_model
 from meshwright.core.techniques import Options
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import RunError
-from meshwright.forward import ForwardStep, Outputs, forward_step
 from meshwright.generate.cache import SLOTS, RankCache, layers_of, names, padded_length
 from meshwright.generate.shell import (
     SLIDING,
@@ -39,6 +38,7 @@ from meshwright.generate.shell import (
     shell_of,
     text_config,
 )
+from meshwright.inference.forward_step import ForwardStep, Outputs, forward_step
 from meshwright.plan.plan import Plan
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins

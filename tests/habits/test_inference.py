@@ -8,7 +8,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.core.graph_text import parse
-from meshwright.exported import check_operators
+from meshwright.inference.exported import check_operators
 from tests.breadth import first, quick
 from tests.habits.plans import COMMON, run
 from tests.ranks import run_warm

@@ -34,7 +34,7 @@ from meshwright.compile import lower, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.graph_text import parse
 from meshwright.errors import CheckpointError, MeshwrightError, a_type
-from meshwright.forward import ForwardStep
+from meshwright.inference.forward_step import ForwardStep
 from meshwright.ops.table import has_rule
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
