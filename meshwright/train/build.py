@@ -56,16 +56,6 @@ from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.planning.log_remarks import log_remarks
 from meshwright.planning.search_request import request_for
-from meshwright.programs import (
-    ModelState,
-    Program,
-    ProgramTable,
-    Source,
-    cut_parameter,
-    forget_states,
-    keep_state,
-    state_of,
-)
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.equal_start import start_equal
@@ -91,6 +81,16 @@ from meshwright.train.request import (
     of_one_stage,
 )
 from meshwright.train.step import TrainStep
+from meshwright.train.step_programs import (
+    ModelState,
+    Program,
+    ProgramTable,
+    Source,
+    cut_parameter,
+    forget_states,
+    keep_state,
+    state_of,
+)
 from meshwright.train.survive import Survival, for_ranks, group_unless, why_not
 from meshwright.train.tune import candidates, check_tune, quickest, remember_candidates
 

@@ -15,11 +15,11 @@ from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, RunError
 from meshwright.loss.loss_value import Loss
 from meshwright.plan.plan import Plan
-from meshwright.programs import ModelState, check_joins
 from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.planner import Request
 from meshwright.search.wanted import MeshLike, Pins
+from meshwright.train.step_programs import ModelState, check_joins
 from meshwright.user_module.hollow import check_has_values
 
 

@@ -31,7 +31,6 @@ from meshwright.predict.pipeline_claims import claimed
 from meshwright.predict.pipeline_step import predict
 from meshwright.predict.tasks import simulate
 from meshwright.predict.timeline import Timeline
-from meshwright.programs import ProgramTable
 from meshwright.report.program import ProgramText
 from meshwright.report.step_trace import StepTrace
 from meshwright.runtime.anomaly import Anomaly, find_anomaly
@@ -41,6 +40,7 @@ from meshwright.runtime.rendezvous import Meeting
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.step_trace import Recorder, ahead_of_first
 from meshwright.train.state import StepState, with_plain_parameters
+from meshwright.train.step_programs import ProgramTable
 from meshwright.user_module.hollow import Hollow
 
 log = logging.getLogger("meshwright")

@@ -32,7 +32,6 @@ from meshwright.errors import BatchError, PeerLost, RunError
 from meshwright.heartbeat.generation import GOES_ON, JOINED, READY
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
-from meshwright.programs import ProgramTable
 from meshwright.runtime import lost_peer as peers
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import LocalBatch
@@ -42,6 +41,7 @@ from meshwright.runtime.rendezvous import Meeting, look_for
 from meshwright.runtime.step import LocalStep
 from meshwright.train.live_state import Beside, Word, take_state, word_of
 from meshwright.train.step import TrainStep
+from meshwright.train.step_programs import ProgramTable
 
 LONG_SECONDS = 86400.0  # for which a rank that was started again waits for the others, who may compute
 OFTEN_STEPS = 16  # in which ranks compare batches and options each time, after one has joined
