@@ -36,7 +36,7 @@ _PUBLIC = {
     "on_host": "meshwright.annotate",
     "on_server": "meshwright.servers.marks",
     "parameter_server": "meshwright.parameter_server",
-    "ServerStep": "meshwright.server_step",
+    "ServerStep": "meshwright.parameter_server.server_step",
     "pad_to": "meshwright.data.lengths",
     "plan": "meshwright.compile",
     "recompute": "meshwright.annotate",

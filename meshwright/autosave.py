@@ -32,7 +32,7 @@ from meshwright.checkpoint.save import check_keep
 from meshwright.checks.input_checks import check_switches
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import CheckpointError, PeerLost, a_type
-from meshwright.server_step import ServerStep
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.train import TrainStep, shutdown
 
 log = logging.getLogger("meshwright")

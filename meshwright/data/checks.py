@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.capture.pytree import leaves
 from meshwright.core.type_guards import is_whole
 from meshwright.errors import BatchError, a_type
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.runtime.step import LocalStep
-from meshwright.server_step import ServerStep
 
 LAST = ("drop", "pad")
 KEPT = (  # of a loader that is given: how it reads, and not what

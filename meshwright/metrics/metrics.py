@@ -22,8 +22,8 @@ from meshwright.metrics.collective_wait import Waiting
 from meshwright.metrics.flops import model_flops, seconds_at_peak, tokens_of
 from meshwright.metrics.traces import in_trace, name_process, rank_named
 from meshwright.metrics.writers import Bar, JsonLines, TensorBoard, Writer
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.runtime.step import LocalStep
-from meshwright.server_step import ServerStep
 from meshwright.train import TrainStep
 
 HINTS = {

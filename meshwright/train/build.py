@@ -52,6 +52,7 @@ from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster
 from meshwright.loss.example_count import Weight, examples
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.planning.log_remarks import log_remarks
@@ -69,7 +70,6 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.step import LocalStep
 from meshwright.runtime.trained import OptimizerFactory
 from meshwright.search.wanted import MeshLike, Pins
-from meshwright.server_step import ServerStep
 from meshwright.servers.at_end import settle_shares
 from meshwright.train.on_servers import MODE, check_other_mode, step_on_servers
 from meshwright.train.request import (

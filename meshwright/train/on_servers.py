@@ -17,10 +17,10 @@ from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import BatchError, PlanError
 from meshwright.loss.example_count import examples
 from meshwright.parameter_server import check_arguments
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.runtime.agreement import describe_batch
 from meshwright.runtime.rendezvous import launched_world
 from meshwright.runtime.trained import options_of
-from meshwright.server_step import ServerStep
 
 MODE = "parameter_server"
 OPTIONS = ("model", "optimizer", "batch", "loss", "staleness", "weight", "clip_norm", "mode")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import server_step
+from meshwright.parameter_server import server_step
 from meshwright.servers import of_job
 from meshwright.servers.local import Local
 from meshwright.servers.server import Server

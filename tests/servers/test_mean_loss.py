@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright import server_step
 from meshwright.errors import BatchError, PlanError, ServerError
 from meshwright.loss.evaluation import evaluating
 from meshwright.loss.example_count import examples
 from meshwright.loss.mean_loss import check_mean
+from meshwright.parameter_server import server_step
 from meshwright.servers.lookups import Lookups
 from meshwright.train.on_servers import share
 

@@ -1,4 +1,8 @@
-"""`mw.parameter_server`: a step of an eager model of which some or all parameters live on parameter servers."""
+"""`mw.parameter_server`: a step of an eager model of which some or all parameters live on parameter servers.
+
+`server_step.py` is the step, `server_weights.py` are its parameters as a worker sees them, `server_optimizers.py` what
+the servers store. `spent_gradients.py` guards gradients that a step has used. The servers themselves are in `servers/`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from meshwright.core.type_guards import is_whole
 from meshwright.errors import ServerError
 from meshwright.loss.example_count import Weight, examples
 from meshwright.loss.loss_value import Loss, default_loss
-from meshwright.server_step import ServerStep
+from meshwright.parameter_server.server_step import ServerStep
 from meshwright.servers.marks import Factory
 
 

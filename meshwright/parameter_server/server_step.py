@@ -23,11 +23,17 @@ from meshwright.errors import did_you_mean
 from meshwright.loss.evaluation import evaluating
 from meshwright.loss.example_count import Share, Weight, examples, examples_of_each, weight_of
 from meshwright.loss.loss_value import AFTER_BACKWARD, Loss, trainable
+from meshwright.parameter_server.server_optimizers import Optimizers, check_equal, check_update, declared
+from meshwright.parameter_server.server_weights import (
+    ServerWeights,
+    check_free,
+    not_copied,
+    seldom,
+    values_of,
+)
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
 from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
-from meshwright.server_optimizers import Optimizers, check_equal, check_update, declared
-from meshwright.server_weights import ServerWeights, check_free, not_copied, seldom, values_of
 from meshwright.servers import messages as m
 from meshwright.servers import of_job
 from meshwright.servers.ahead import Ahead, Batch, named

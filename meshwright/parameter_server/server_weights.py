@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright.errors import ServerError
+from meshwright.parameter_server.spent_gradients import spent, unspent
 from meshwright.servers import messages as m
 from meshwright.servers.marks import TRAINED
 from meshwright.servers.norms import factor, squares_of
-from meshwright.spent_gradients import spent, unspent
 from meshwright.user_module.placeholders import FLAG, GRADIENT, METADATA, READ, SHOWN, WRITE, first, wanted
 
 STEP = "meshwright_server_step"

@@ -12,13 +12,13 @@ from msgspec import structs
 
 from meshwright.core.type_guards import is_number
 from meshwright.errors import ServerError
+from meshwright.parameter_server.spent_gradients import spent, unspent
 from meshwright.runtime.trained import Trained, made_by, options_of
 from meshwright.servers.lookups import no_values
 from meshwright.servers.marks import Factory, Mark, check_empty
 from meshwright.servers.optimizer_state import StateHere, check_step, of_state
 from meshwright.servers.rules import OPTIMIZERS, check_sparse
 from meshwright.servers.shards import BYTES, Options, Parameter, Start
-from meshwright.spent_gradients import spent, unspent
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
