@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from meshwright.core import technique_checks as checks
+from meshwright.core.other_systems import called_here
 from meshwright.core.technique_checks import ACTIVATIONS, MOST, OFFLOAD, OPTIMIZER, PARAMETERS, RECOMPUTE
-from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 
 SPAN = re.compile(r"(\d+)-(\d+)")  # of numbered modules in a pattern

@@ -150,7 +150,7 @@ class ServerStep:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Only what a step lacks comes here. Raises AttributeError, which names what to write instead."""
-            from meshwright.elsewhere import OF_A_SERVER_STEP
+            from meshwright.core.other_systems import OF_A_SERVER_STEP
 
             hint = OF_A_SERVER_STEP.get(name) or did_you_mean(
                 name, [n for n in dir(type(self)) if n[0] != "_"]

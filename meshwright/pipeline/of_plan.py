@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from meshwright.core.other_systems import called_here
 from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import Techniques
-from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.partition import Partition
 from meshwright.partition.time_axis import early_values

@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.core.other_systems import called_here
 from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.type_guards import is_whole
-from meshwright.elsewhere import called_here
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.pipeline.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 

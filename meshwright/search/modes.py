@@ -12,8 +12,8 @@ from meshwright.core.folding import UNFOLDED, Folding
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout, verify
 from meshwright.core.mesh import Mesh
+from meshwright.core.other_systems import called_here
 from meshwright.cost.local_machine import SHARED
-from meshwright.elsewhere import called_here
 from meshwright.errors import DoesNotFit, LayoutError, PlanError, StrategyError, did_you_mean
 from meshwright.ops.analysis import expect_factors, factors_of
 from meshwright.ops.strategy import UNSHARDED, Strategy

@@ -18,9 +18,9 @@ from meshwright.checkpoint.load import Loaded
 from meshwright.checks.input_checks import check_switches
 from meshwright.compile import check_size
 from meshwright.core.mesh import Mesh
+from meshwright.core.other_systems import OF_A_STEP
 from meshwright.core.rank_numbers import WorldRank
 from meshwright.cost.cluster import Cluster
-from meshwright.elsewhere import OF_A_STEP
 from meshwright.errors import PeerLost, RunError, did_you_mean
 from meshwright.loss.loss_value import AFTER_BACKWARD
 from meshwright.partition import Partition
