@@ -20,7 +20,8 @@ from meshwright.calibrate.plan import Pace, Point
 from meshwright.calibrate.step_rows import works
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.mesh import Mesh
-from meshwright.cost.operators import BIAS, MASKED, UNFUSED, Work
+from meshwright.cost.operator_tables import BIAS, MASKED, UNFUSED
+from meshwright.cost.operators import Work
 from meshwright.errors import MeshwrightError
 
 PREFIX = "operator "  # of the names of rows

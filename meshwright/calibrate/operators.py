@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from meshwright.calibrate.bench import Bench, Call
 from meshwright.calibrate.plan import Pace, Point
-from meshwright.cost.operators import ELEMENT_FLOPS, TILE
+from meshwright.cost.operator_tables import ELEMENT_FLOPS
+from meshwright.cost.operators import TILE
 
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 TOO_LONG = 0.15  # seconds of one call after which no larger size is tried, on any rank

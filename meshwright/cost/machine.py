@@ -14,7 +14,8 @@ import numpy as np
 
 from meshwright.core.graph import DTYPES
 from meshwright.cost.cluster import Curve, Device, Measured
-from meshwright.cost.operators import BIAS, Amount, Work
+from meshwright.cost.operator_tables import BIAS
+from meshwright.cost.operators import Amount, Work
 
 
 @dataclass(frozen=True)

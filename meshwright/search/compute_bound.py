@@ -15,7 +15,8 @@ import numpy as np
 from meshwright.core.graph import DTYPES, Graph, TensorType
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import seconds, update_seconds
-from meshwright.cost.operators import PRODUCTS, Work, work
+from meshwright.cost.operator_tables import PRODUCTS
+from meshwright.cost.operators import Work, work
 from meshwright.ops.factors import Factors
 from meshwright.search.space.build import Ties
 from meshwright.search.space.cache import owners_of

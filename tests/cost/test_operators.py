@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost.operators import UNFUSED, work
+from meshwright.cost.operator_tables import UNFUSED
+from meshwright.cost.operators import work
 from meshwright.ops.table import rule_of
 from tests.ops.prove import Sample, plain, sample, type_of
 from tests.ops.samples import SAMPLES, T, f, i

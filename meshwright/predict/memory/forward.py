@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
-from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
 from meshwright.cost.strides import copying_views
 from meshwright.ops.saved import saved
 from meshwright.partition import Partition

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.graph import DTYPES, Graph, Node, TensorType
-from meshwright.cost.operators import (
+from meshwright.cost.operator_tables import (
     ATTENTION,
     BROADCASTS,
     CONVOLUTIONS,

@@ -12,7 +12,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import OPTIMIZER, Techniques
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import PRODUCTS
+from meshwright.cost.operator_tables import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import batch_rows, example_reducers

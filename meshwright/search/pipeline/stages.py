@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.core.techniques import Techniques
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import PRODUCTS
+from meshwright.cost.operator_tables import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate

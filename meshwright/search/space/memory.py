@@ -22,7 +22,7 @@ from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.placement import hosted_values
 from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import PIECES, PRODUCTS, REPEATS, VIEWS
+from meshwright.cost.operator_tables import PIECES, PRODUCTS, REPEATS, VIEWS
 from meshwright.ops.saved import saved
 from meshwright.partition.buckets import alone_bytes
 from meshwright.predict.memory.allocator import optimizer_on

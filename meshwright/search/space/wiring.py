@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.core.graph import Graph, Node
-from meshwright.cost.operators import VIEWS
+from meshwright.cost.operator_tables import VIEWS
 from meshwright.ops.saved import saved
 from meshwright.search.space.blocking import waited_edges
 from meshwright.search.space.cache import owners_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
 from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import matches
-from meshwright.cost.operators import PIECES, REPEATS, VIEWS
+from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
 from meshwright.ops.saved import saved
 
 END = f"{AGAIN_MARK}end"

@@ -17,7 +17,7 @@ from meshwright.core.graph import Graph, Node
 from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import RECOMPUTE
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import CONVOLUTIONS, PRODUCTS
+from meshwright.cost.operator_tables import CONVOLUTIONS, PRODUCTS
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.saved import has_line, saved
 from meshwright.plan.plan import Plan

@@ -18,7 +18,8 @@ from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import place
 from meshwright.cost.machine import seconds
-from meshwright.cost.operators import ATTENTION, VIEWS, work
+from meshwright.cost.operator_tables import ATTENTION, VIEWS
+from meshwright.cost.operators import work
 from meshwright.ops.collectives import WITH_COLLECTIVES
 from meshwright.ops.saved import KEEPS
 from meshwright.ops.saved_extra import EXTRA
