@@ -5,8 +5,14 @@ None, and the planner moves such a dim in one exchange or gathers it first."""
 
 from __future__ import annotations
 
-from meshwright.core.layout import Cat, Dim, Item, SubDim, dim_axes, dim_size, without_axes
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.core.layout import Cat, Dim, Item, SubDim, dim_axes, dim_size, local_indices, without_axes
 from meshwright.core.mesh import Mesh
+from meshwright.redistribute.steps import origin
 
 
 def common_refinement(left: Dim, right: Dim, mesh: Mesh) -> tuple[Dim, Dim] | None:
@@ -88,3 +94,20 @@ def _same_item(a: Item, b: Item) -> bool:
             return sizes[0] == sizes[1] and all(map(same_tree, a.parts, b.parts))
         case _:
             return False
+
+
+def same_elements(left: Dim, right: Dim, mesh: Mesh) -> bool:
+    """Every rank holds the same indices along both, although they have no common refinement."""
+    return all(np.array_equal(i, j) for i, j in _on_each_rank(left, right, mesh))
+
+
+def holds(left: Dim, right: Dim, mesh: Mesh) -> bool:
+    """Every rank holds along `left` all that it needs along `right`."""
+    return all(np.isin(j, i, assume_unique=True).all() for i, j in _on_each_rank(left, right, mesh))
+
+
+def _on_each_rank(left: Dim, right: Dim, mesh: Mesh) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    axes = dict.fromkeys((*dim_axes(left), *dim_axes(right)))
+    for values in itertools.product(*(range(mesh.sizes[a]) for a in axes)):
+        at = origin(mesh) | dict(zip(axes, values, strict=True))
+        yield local_indices(left, mesh, at), local_indices(right, mesh, at)

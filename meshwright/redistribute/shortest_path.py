@@ -15,22 +15,30 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.core.layout import (
     Cat,
     Dim,
     TensorLayout,
     dim_axes,
     leaves,
-    local_indices,
     map_leaves,
     normalize_dim,
 )
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
+from meshwright.redistribute.axis_runs import (
+    Run,
+    State,
+    axes_of,
+    kind_of,
+    merged_runs,
+    place_of,
+    pop,
+    push,
+    state_of,
+)
 from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.refine import common_refinement, same_tree
+from meshwright.redistribute.refine import common_refinement, holds, same_elements, same_tree
 from meshwright.redistribute.schedules import live, on_every_path
 from meshwright.redistribute.steps import LOCAL, Step, origin, wire_elements
 
@@ -47,10 +55,6 @@ def cheapest(
 
 
 # ------------------------------------------------------------------------------------------------- the state space
-
-Run = tuple[str, ...]  # prime axes that move together
-# Runs on each leaf (major first), and the partial runs.
-State = tuple[tuple[tuple[Run, ...], ...], frozenset[Run]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class _Problem:
                 start += [s.axes for s in leaves(pair[0])]
                 goal += [s.axes for s in leaves(pair[1])]
                 self.trees.append((pair[0],))
-            elif _same_bytes(a, b, mesh):
+            elif same_elements(a, b, mesh):
                 self._add(number, "both", a)
                 start += [s.axes for s in leaves(a)]
                 goal += [s.axes for s in leaves(a)]
@@ -97,10 +101,10 @@ class _Problem:
                         goal.append(leaf.axes if side == "dst" else ())
                 self.trees.append((a, b))
         partial = [tuple(a for a in layout.partial if mesh.sizes[a] > 1) for layout in (src, dst)]
-        runs = _merge(mesh, start, goal, *partial)
-        self.start = _state(start, partial[0], runs)
-        self.goal = _state(goal, partial[1], runs)
-        self.target = {run: _place(self.goal, run) for run in runs}
+        runs = merged_runs(mesh, start, goal, *partial)
+        self.start = state_of(start, partial[0], runs)
+        self.goal = state_of(goal, partial[1], runs)
+        self.target = {run: place_of(self.goal, run) for run in runs}
         self.fixed = self._fixed(runs)
         self._sizes: dict[tuple[object, ...], int] = {}
 
@@ -113,7 +117,7 @@ class _Problem:
     def _fixed(self, runs: Iterable[Run]) -> set[Run]:
         """Runs that are at their place with nothing but such runs below them: they never move."""
         fixed = {
-            r for r in runs if (p := _place(self.start, r)) == self.target[r] and isinstance(p, frozenset)
+            r for r in runs if (p := place_of(self.start, r)) == self.target[r] and isinstance(p, frozenset)
         }
         while True:
             bad = set[Run]()
@@ -164,7 +168,7 @@ class _Problem:
         odd = any(len(trees) > 1 for trees in self.trees) or any(
             isinstance(i, Cat) for a, _ in pairs for i in a
         )
-        if not odd or not all(_holds(a, b, self.mesh) for a, b in pairs):
+        if not odd or not all(holds(a, b, self.mesh) for a, b in pairs):
             return ()
         axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
         if self.start[1] == self.goal[1]:
@@ -172,7 +176,7 @@ class _Problem:
         sliced = TensorLayout(
             self.dst.dims, self.src.partial
         )  # no axis that is to be partial splits these dims
-        masked = self.mesh.sort(_flat(self.goal[1] - self.start[1]))
+        masked = self.mesh.sort(axes_of(self.goal[1] - self.start[1]))
         return (Step("slice", axes, self.src, sliced), Step("mask", masked, sliced, self.dst))
 
     def _moves(self, state: State) -> Iterator[_Move]:
@@ -187,18 +191,18 @@ class _Problem:
 
     def _slice(self, state: State) -> _Move | None:
         after, moved = state, list[Run]()
-        while runs := [r for r in self.target if _place(after, r) == "replicated" and self._fits(after, r)]:
-            after = _push(after, runs[0], self.target[runs[0]])
+        while runs := [r for r in self.target if place_of(after, r) == "replicated" and self._fits(after, r)]:
+            after = push(after, runs[0], self.target[runs[0]])
             moved.append(runs[0])
         return _Move("slice", tuple(moved), after) if moved else None
 
     def _masks_and_pads(self, state: State) -> Iterator[_Move]:
         wanted = [r for r, place in self.target.items() if place == "partial"]
-        if masked := tuple(r for r in wanted if _place(state, r) == "replicated"):
+        if masked := tuple(r for r in wanted if place_of(state, r) == "replicated"):
             yield _Move("mask", masked, (state[0], state[1] | set(masked)))
         for run in wanted:
             if self._on_top(state, run) and self._cuts_all(state, run):
-                yield _Move("pad", (run,), (_pop(state, run)[0], state[1] | {run}))
+                yield _Move("pad", (run,), (pop(state, run)[0], state[1] | {run}))
 
     def _reductions(self, state: State) -> Iterator[_Move]:
         todo = [r for r in self.target if r in state[1] and self.target[r] != "partial"]
@@ -207,23 +211,23 @@ class _Problem:
             yield _Move("all_reduce", runs, (state[0], state[1] - set(runs)))
         for run in (r for r in todo if self.target[r] != "replicated"):
             after, moved, place = (state[0], state[1] - {run}), [run], self.target[run]
-            if not self._legal(after := _push(after, run, place)):
+            if not self._legal(after := push(after, run, place)):
                 continue
             yield _Move("reduce_scatter", (run,), after)
             while more := [r for r in todo if r not in moved and self._fits(after, r, partial=True)]:
-                after = _push((after[0], after[1] - {more[0]}), more[0], self.target[more[0]])
+                after = push((after[0], after[1] - {more[0]}), more[0], self.target[more[0]])
                 moved.append(more[0])
                 yield _Move("reduce_scatter", tuple(moved), after)
         # in order, or an exchange's task
         if at_once := [r for stack in self.goal[0] for r in stack if r in todo]:
             after = (state[0], state[1].difference(at_once))
             for run in dict.fromkeys(at_once):
-                after = _push(after, run, self.target[run])
+                after = push(after, run, self.target[run])
             if self._legal(after):
                 yield _Move("reduce_scatter", tuple(dict.fromkeys(at_once)), after)
         for run in self.target:  # a split below one that moves later: an exchange puts them in order
-            waits = _place(state, run) == "replicated" and isinstance(self.target[run], frozenset)
-            if waits and self._legal(after := _push(state, run, self.target[run])):
+            waits = place_of(state, run) == "replicated" and isinstance(self.target[run], frozenset)
+            if waits and self._legal(after := push(state, run, self.target[run])):
                 yield _Move("slice", (run,), after)
 
     def _gathers(self, state: State) -> Iterator[_Move]:
@@ -231,7 +235,7 @@ class _Problem:
             after, moved = state, list[Run]()
             top: Run | None = run if self._on_top(state, run) else None
             while top is not None:
-                after, moved = _pop(after, top), [top, *moved]
+                after, moved = pop(after, top), [top, *moved]
                 yield _Move("all_gather", tuple(moved), after)
                 below = [r for leaf in self._leaves_of(state, run) for r in after[0][leaf][-1:]]
                 top = next((r for r in below if self._on_top(after, r)), None)
@@ -242,7 +246,7 @@ class _Problem:
         for ends in (every, every - kept, every - padded, replicated):
             after, moved = state, list[Run]()
             while tops := [r for r in self.target if r in ends and self._on_top(after, r)]:
-                after, moved = _pop(after, tops[0]), [tops[0], *moved]
+                after, moved = pop(after, tops[0]), [tops[0], *moved]
             if moved:
                 yield _Move("all_gather", tuple(moved), after)
         if knotted := self._knotted(state):
@@ -274,10 +278,10 @@ class _Problem:
             after, moved = state, list[Run]()
             here = self._leaves_of(state, run)
             while run is not None and self._on_top(after, run) and isinstance(self.target[run], frozenset):
-                popped = _pop(after, run)
+                popped = pop(after, run)
                 if not self._fits(popped, run):
                     break
-                after = _push(popped, run, self.target[run])
+                after = push(popped, run, self.target[run])
                 moved.append(run)
                 yield _Move("all_to_all", tuple(moved), after)
                 below = [r for leaf in here for r in after[0][leaf][-1:]]
@@ -297,7 +301,7 @@ class _Problem:
         split = {r for stack in state[0] for r in stack}
         stacks: list[tuple[Run, ...]] = []
         for old, goal in zip(state[0], self.goal[0], strict=True):
-            ends = [[r for r in old if _kind(self.target[r]) == kind] for kind in ("partial", "replicated")]
+            ends = [[r for r in old if kind_of(self.target[r]) == kind] for kind in ("partial", "replicated")]
             stacks.append((*(r for r in goal if r in split), *ends[0], *ends[1]))
         return tuple(stacks), state[1]
 
@@ -324,7 +328,7 @@ class _Problem:
             stack, goal = state[0][leaf], self.goal[0][leaf]
             if stack != goal[: len(stack)] or goal[len(stack)] != run:
                 return False
-        return self._legal(_push(state, run, place))
+        return self._legal(push(state, run, place))
 
     def _legal(self, state: State) -> bool:
         """A dim is split in one way of writing it, and has no more blocks than elements."""
@@ -332,14 +336,14 @@ class _Problem:
         if any((dim, "src") in used and side == "dst" for dim, side in used):
             return False
         leaves_cut = zip(state[0], self.leaf_size, strict=True)
-        return all(self.mesh.count(_flat(stack)) <= size for stack, size in leaves_cut)
+        return all(self.mesh.count(axes_of(stack)) <= size for stack, size in leaves_cut)
 
     # ------------------------------------------------------------------------------------------------- the price
 
     def _seconds(self, state: State, move: _Move) -> float:
         if move.kind in LOCAL:
             return 0.0
-        axes = _flat(move.runs)
+        axes = axes_of(move.runs)
         before, after = self._size(state), self._size(move.after)
         sent = wire_elements(move.kind, self.mesh.count(axes), before, after)
         return self.prices.seconds(move.kind, self.mesh, axes, sent * self.itemsize)
@@ -357,10 +361,10 @@ class _Problem:
             filled: list[Dim] = []
             for tree in trees:
                 stacks = iter(state[0][leaf:])
-                filled.append(map_leaves(tree, lambda s, stacks=stacks: s.on(_flat(next(stacks)))))
+                filled.append(map_leaves(tree, lambda s, stacks=stacks: s.on(axes_of(next(stacks)))))
                 leaf += sum(1 for _ in leaves(tree))
             dims.append(next((t for t in filled if dim_axes(t)), filled[0]))
-        return TensorLayout(tuple(dims), _flat(state[1]))
+        return TensorLayout(tuple(dims), axes_of(state[1]))
 
     def _steps(self, came: dict[State, tuple[State, _Move]]) -> tuple[Step, ...]:
         path: list[tuple[State, _Move]] = []
@@ -370,7 +374,7 @@ class _Problem:
             state = came[state][0]
         steps: list[Step] = []
         for before, move in reversed(path):
-            step = Step(move.kind, _flat(move.runs), self._layout(before), self._layout(move.after))
+            step = Step(move.kind, axes_of(move.runs), self._layout(before), self._layout(move.after))
             if steps and step.kind in LOCAL and steps[-1].kind == step.kind:
                 first = steps.pop()
                 step = Step(step.kind, first.axes + step.axes, first.before, step.after)
@@ -381,78 +385,5 @@ class _Problem:
         return tuple(steps)
 
 
-# ----------------------------------------------------------------------------------------------------- on states
-
-
-def _state(stacks: list[Run], partial: Iterable[str], runs: Iterable[Run]) -> State:
-    by_axis = {axis: run for run in runs for axis in run}
-    merged = tuple(tuple(dict.fromkeys(by_axis[a] for a in stack)) for stack in stacks)
-    return merged, frozenset(by_axis[a] for a in partial)
-
-
-def _place(state: State, run: Run) -> frozenset[int] | str:
-    """The leaves a run splits, or "partial", or "replicated"."""
-    if run in state[1]:
-        return "partial"
-    return frozenset(i for i, stack in enumerate(state[0]) if run in stack) or "replicated"
-
-
-def _kind(place: frozenset[int] | str) -> str:
-    return place if isinstance(place, str) else "split"
-
-
-def _push(state: State, run: Run, place: frozenset[int] | str) -> State:
-    assert isinstance(place, frozenset)
-    return tuple((*s, run) if i in place else s for i, s in enumerate(state[0])), state[1]
-
-
-def _pop(state: State, run: Run) -> State:
-    return tuple(s[:-1] if s and s[-1] == run else s for s in state[0]), state[1]
-
-
-def _flat(runs: Iterable[Run]) -> Run:
-    return tuple(a for run in runs for a in run)
-
-
 def _distinct(*groups: list[tuple[Run, ...]]) -> Iterator[tuple[Run, ...]]:
     yield from dict.fromkeys(g for group in groups for g in group if g)
-
-
-def _merge(mesh: Mesh, start: list[Run], goal: list[Run], partial: Run, partial_goal: Run) -> list[Run]:
-    """Group axes into runs: axes with the same places at both ends that are neighbours wherever they split."""
-    stacks = [*start, *goal]
-    by_place: dict[tuple[tuple[bool, ...], bool, bool], list[str]] = {}
-    used = {a for stack in stacks for a in stack} | set(partial) | set(partial_goal)
-    for axis in mesh.sort(used):
-        key = (tuple(axis in s for s in stacks), axis in partial, axis in partial_goal)
-        by_place.setdefault(key, []).append(axis)
-    runs: list[Run] = []
-    for (inside, *_), axes in by_place.items():
-        homes = [s for s, here in zip(stacks, inside, strict=True) if here]
-        axes.sort(key=lambda a, homes=homes: homes[0].index(a) if homes else 0)
-        run = (axes[0],)
-        for axis in axes[1:]:
-            if all(s.index(axis) == s.index(run[-1]) + 1 for s in homes):
-                run += (axis,)
-            else:
-                runs.append(run)
-                run = (axis,)
-        runs.append(run)
-    return runs
-
-
-def _same_bytes(left: Dim, right: Dim, mesh: Mesh) -> bool:
-    """Every rank holds the same indices along both, although they have no common refinement."""
-    return all(np.array_equal(i, j) for i, j in _on_each_rank(left, right, mesh))
-
-
-def _holds(left: Dim, right: Dim, mesh: Mesh) -> bool:
-    """Every rank holds along `left` all that it needs along `right`."""
-    return all(np.isin(j, i, assume_unique=True).all() for i, j in _on_each_rank(left, right, mesh))
-
-
-def _on_each_rank(left: Dim, right: Dim, mesh: Mesh) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    axes = dict.fromkeys((*dim_axes(left), *dim_axes(right)))
-    for values in itertools.product(*(range(mesh.sizes[a]) for a in axes)):
-        at = origin(mesh) | dict(zip(axes, values, strict=True))
-        yield local_indices(left, mesh, at), local_indices(right, mesh, at)

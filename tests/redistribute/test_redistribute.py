@@ -26,9 +26,10 @@ from meshwright.redistribute import (
     total_seconds,
     wire_bytes,
 )
+from meshwright.redistribute.axis_runs import axes_of
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
-from meshwright.redistribute.shortest_path import _flat, _Problem
+from meshwright.redistribute.shortest_path import _Problem
 from meshwright.redistribute.slices import Grid
 from tests.redistribute.rates import GLOO_LIKE, RING
 
@@ -475,5 +476,5 @@ def test_the_price_searched_with_is_the_price_of_the_steps(problem, prices):
     mesh, src, dst = problem
     search = _Problem(src.forward, dst.forward, mesh, 4, prices)
     for move in search._moves(search.start):
-        step = Step(move.kind, _flat(move.runs), search._layout(search.start), search._layout(move.after))
+        step = Step(move.kind, axes_of(move.runs), search._layout(search.start), search._layout(move.after))
         assert search._seconds(search.start, move) == pytest.approx(step_seconds(step, mesh, 4, prices))
