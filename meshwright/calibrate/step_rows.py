@@ -55,8 +55,9 @@ from meshwright.plan.plan import Plan
 from meshwright.predict.accumulated import added, added_share
 from meshwright.predict.bucket_tasks import HOST_ENDS
 from meshwright.predict.offload_tasks import KEPT, LINK
+from meshwright.predict.phase_tasks import ADDING, HOST
 from meshwright.predict.price import letter_sizes, on_cluster
-from meshwright.predict.tasks import ADDING, HOST, step_tasks
+from meshwright.predict.tasks import step_tasks
 from meshwright.predict.timeline import COMPUTE, Task, play
 from meshwright.redistribute.steps import origin
 from meshwright.runtime.communicator import ProcessGroups

@@ -20,8 +20,8 @@ from meshwright.partition.micro_batches import Round
 from meshwright.partition.sharded_update import gathers
 from meshwright.partition.split_backward import splittable
 from meshwright.predict.bucket_tasks import BucketTasks, Pass
+from meshwright.predict.phase_tasks import StepTasks
 from meshwright.predict.price import node_prices, on_cluster, parameter_prices
-from meshwright.predict.tasks import StepTasks
 from meshwright.predict.timeline import COMPUTE, Timeline, play
 
 
