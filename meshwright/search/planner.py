@@ -37,7 +37,8 @@ from meshwright.search.techniques.elsewhere import Elsewhere
 from meshwright.search.techniques.offload import elsewhere
 from meshwright.search.techniques.recompute import again_of
 from meshwright.search.vectorized.kinds import kinds_of
-from meshwright.search.vectorized.prices import IsomorphicGraph, MakePriced
+from meshwright.search.vectorized.prices import MakePriced, Priced
+from meshwright.search.vectorized.isomorphic_graph import IsomorphicGraph
 from meshwright.search.vectorized.redistribution import BITS
 
 SPACES = {
@@ -227,7 +228,7 @@ class Planner:
             return None
         key = "alike" if per_byte is None else ("alike", self.techniques)
         arrays = self.kept.once(key, lambda: self.arrays(per_byte is not None))
-        return functools.partial(arrays.priced, per_byte=per_byte)
+        return functools.partial(Priced, arrays, per_byte=per_byte)
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from meshwright.redistribute.steps import rounded_up
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
+from meshwright.search.vectorized.prices import Priced
 from tests.search.planned import SEARCHES, made
 from tests.search.test_vectorized import of_model
 
@@ -112,7 +113,7 @@ def test_no_turn_of_a_recursion_cuts_a_pinned_factor_into_more_blocks_than_eleme
     arrays = here.arrays()
     now = np.zeros((len(arrays.names), 3), dtype=np.int8)
     for turn in ([0], [1], [2], [0, 1, 2]):
-        for sheet in arrays.priced(turn, now).sheets:
+        for sheet in Priced(arrays, turn, now).sheets:
             sizes = sheet.kind.leaf_sizes[0]
             for row in sheet.rows:
                 blocks = np.where(sheet.kind.codes.splits[row], 2.0, 1.0).prod(axis=0)

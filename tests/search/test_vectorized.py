@@ -34,6 +34,7 @@ from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import one_option
 from meshwright.search.space.memory import memory_of
 from meshwright.search.vectorized import redistribution as ways
+from meshwright.search.vectorized.prices import Priced
 from meshwright.search.vectorized.spaces import array_space
 from tests.breadth import first, quick
 from tests.search.drawn import draw
@@ -86,7 +87,7 @@ def same_prices(here: Planner, turns: Sequence[Sequence[int]]) -> None:
     now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
     for turn in turns:
         here_now = dict(zip(arrays.names, now, strict=True))
-        asked = arrays.priced(turn, now)
+        asked = Priced(arrays, turn, now)
         space = here.space(one_option(turn, of(here_now)))
         found, wanted = asked.tables.problem(), space.problem()
         assert list(space.variable.values()) == list(arrays.variable.values())
@@ -123,7 +124,9 @@ def test_prices_of_values_with_too_many_places(bits: int, monkeypatch: pytest.Mo
 
 def test_the_recursion_over_arrays_costs_what_its_space_says() -> None:
     here = on_nodes(distinct(12), 16)
-    done = recursive_programming(here.space, here.context.mesh, vectorized=here.arrays().priced)
+    done = recursive_programming(
+        here.space, here.context.mesh, vectorized=functools.partial(Priced, here.arrays())
+    )
     node_by_node = recursive_programming(here.space, here.context.mesh)
     assert math.isclose(done.price, done.space.price(done.states).total, rel_tol=1e-9)
     assert done.price <= 1.002 * node_by_node.price
@@ -155,9 +158,9 @@ def same_space(here: Planner) -> None:
     arrays = here.arrays()
     now = np.zeros((len(arrays.names), len(here.context.mesh.axes)), dtype=np.int8)
     for turn in turns(here.context.mesh):
-        asked = arrays.priced(turn, now)
+        asked = Priced(arrays, turn, now)
         now = asked.rows(asked.tables.solved()[0])
-    found = here.space(array_space(arrays.priced((), now)))
+    found = here.space(array_space(Priced(arrays, (), now)))
     wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
     assert found.variable == wanted.variable
     for one, other in zip(found.unary, wanted.unary, strict=True):
@@ -193,12 +196,12 @@ def same_optima(here: Planner, turns: Sequence[Sequence[int]], scale: float) -> 
         return eliminate(here.memory(space).weighed(space.problem(), per_byte))
 
     for turn in turns:
-        asked = arrays.priced(turn, now, per_byte)
+        asked = Priced(arrays, turn, now, per_byte)
         space = here.space(one_option(turn, of(dict(zip(arrays.names, now, strict=True)))))
         states, price = asked.tables.solved()
         assert math.isclose(price, best(space).price, rel_tol=1e-9)
         now = asked.rows(states)
-    found = here.space(array_space(arrays.priced((), now, per_byte)))
+    found = here.space(array_space(Priced(arrays, (), now, per_byte)))
     wanted = here.space(exactly(dict(zip(arrays.names, now, strict=True))))
     assert math.isclose(best(found).price, best(wanted).price, rel_tol=1e-9)
     assert found.choice(best(found).states) == wanted.choice(best(wanted).states)
@@ -236,7 +239,7 @@ def test_the_recursion_over_arrays_with_a_price_of_bytes_takes_what_a_space_woul
     def weighed(space: Space) -> Problem:
         return here.memory(space).weighed(space.problem(), per_byte)
 
-    priced = functools.partial(here.arrays(demanding=True).priced, per_byte=per_byte)
+    priced = functools.partial(Priced, here.arrays(demanding=True), per_byte=per_byte)
     done = recursive_programming(here.space, here.context.mesh, vectorized=priced)
     node_by_node = recursive_programming(here.space, here.context.mesh, problem=weighed)
     cheapest = recursive_programming(here.space, here.context.mesh)

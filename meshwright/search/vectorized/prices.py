@@ -9,68 +9,22 @@ millisecond for, a thousand take together. Under a limit of memory bytes have a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.core.graph import Graph
-from meshwright.core.placement import hosted_values
-from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
-from meshwright.redistribute.price_matrix import Table, Value
-from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of, same_columns
-from meshwright.search.space.codes import NodeCodes
-from meshwright.search.space.constraints import Seeds
-from meshwright.search.space.demands import Demands, Holding
+from meshwright.search.solve.eliminate_batched import Tables, same_columns
 from meshwright.search.space.families import Rows
-from meshwright.search.space.host_transfers import Crossing, crossings
+from meshwright.search.space.host_transfers import Crossing
 from meshwright.search.space.layouts import Port, key_of, union
 from meshwright.search.space.memory import gathered_elements
-from meshwright.search.space.parameters import Storage
-from meshwright.search.space.wiring import End, Wiring
 from meshwright.search.vectorized import redistribution as ways_of
-from meshwright.search.vectorized.kinds import Sheet, Sheets, kinds_of
-from meshwright.search.vectorized.memory import Columns, columns_of
+from meshwright.search.vectorized.isomorphic_graph import BACK, TO_RESULT, IsomorphicGraph, Sort
 from meshwright.search.vectorized.parameters import Stored, all_stored
 from meshwright.search.vectorized.redistribution import Ways, ways
-from meshwright.search.vectorized.sizes import Floats, Numbers, Values
-
-TO_RESULT = -1  # in place of a variable: what goes to a result of the program, which is replicated
-BACK = -1  # in place of a table: what comes back to its own variable, or goes to a result
-
-
-@dataclass(frozen=True)
-class _Sort:
-    """Hubs or parameters with as many ports: their variables [V], and nodes and ports [V, ports]. Parameters of one
-    sort take the same memory, and each stands for as many (`owners`)."""
-
-    variables: Numbers
-    nodes: Numbers
-    ports: Numbers
-    structure: int
-    graded: bool
-    hosted: bool
-    owners: int
-    holding: Holding | None
-    columns: Numbers
-
-
-@dataclass(frozen=True)
-class _Edges:
-    """All reshards that may be, in columns. `gathers`: which row of `IsomorphicGraph.gathered` says what of it memory
-    takes."""
-
-    times: Floats
-    source: Numbers
-    out: Numbers
-    target: Numbers
-    port: Numbers
-    structure: Numbers
-    column: Numbers
-    graded: Numbers
-    table: Numbers
-    gathers: Numbers
+from meshwright.search.vectorized.sizes import Floats, Numbers
 
 
 @dataclass(frozen=True)
@@ -88,111 +42,21 @@ class _Pairs:
     gathers: tuple[float, ...]
 
 
-class IsomorphicGraph:
-    """A graph whose axes are to be searched, and what is isomorphic in it."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        codes: Mapping[str, NodeCodes],
-        values: Mapping[str, Value],
-        wiring: Wiring,
-        cluster: Cluster,
-        table: Table,
-        storage: Storage,
-        seeds: Seeds | None = None,
-        hosts: Collection[str] = (),
-        demands: Demands | None = None,
-    ) -> None:
-        """`seeds`: the user's shardings; `hosts`: the nodes that the host runs; `demands`: what memory takes, without
-        which no byte has a price."""
-        self.cluster, self.table, self.storage = cluster, table, storage
-        self.codes, self.names = codes, list(codes)
-        self.nodes = {name: number for number, name in enumerate(codes)}
-        self.variable = {v: number for number, v in enumerate(wiring.variables)}
-        self.sheets = Sheets(graph, cluster, table.mesh, kinds_of(codes, graph, seeds or {}, hosts))
-        self.values = Values(values)
-        self.times = np.array([wiring.times[name] for name in codes], dtype=np.float64)
-        self.wiring, self.demands = wiring, demands or Demands((), {}, {})
-        self.owners = np.array([wiring.owners.get(name, 1) for _, name in wiring.variables], dtype=np.float64)
-        self.crossings = list(crossings(graph, wiring, hosts))
-        self.of_graph = values
-        hosted = hosted_values(graph, hosts)
-        self.hubs = self._sorted(wiring.hubs, "hub", graph, ())
-        self.parameters = self._sorted(wiring.parameters, "parameter", graph, hosted)
-        pairs = [(self.variable[s], self.variable.get(t, TO_RESULT)) for s, _, t, _, _ in wiring.edges]
-        self.rounds = Rounds(
-            len(self.variable), ends_of([p for p in pairs if len(set(p)) == 2 and p[1] >= 0])
-        )
-        self.gathered = list({(0.0,): None} | dict.fromkeys(map(tuple, self.demands.gathers.values())))
-        self.edges = self._columns(wiring, pairs, graph)
-        self.charges: Columns = columns_of(self.demands.charges, self.nodes, self.values)
-
-    def _sorted(
-        self, found: Mapping[str, Sequence[End]], kind: str, graph: Graph, hosted: Collection[str]
-    ) -> list[_Sort]:
-        """By the number of ports, and parameters by what else tells them apart."""
-        sorts: dict[tuple[int, int, bool, bool, int, Holding | None], list[str]] = defaultdict(list)
-        for name, ends in found.items():
-            structure, owners, holding = -1, 1, None
-            if kind == "parameter":
-                structure, owners = self.values.structure[name], self.wiring.owners[name]
-                holding = self.demands.holdings.get(name)
-            sorts[len(ends), structure, name in graph.needs_grad, name in hosted, owners, holding].append(
-                name
-            )
-        return [
-            _Sort(
-                np.array([self.variable[kind, name] for name in names]),
-                np.array([[self.nodes[node] for node, _ in found[name]] for name in names]),
-                np.array([[port for _, port in found[name]] for name in names]),
-                structure,
-                graded,
-                there,
-                owners,
-                holding,
-                np.array([self.values.column[name] for name in names]),
-            )
-            for (_, structure, graded, there, owners, holding), names in sorts.items()
-        ]
-
-    def _columns(self, wiring: Wiring, pairs: Sequence[tuple[int, int]], graph: Graph) -> _Edges:
-        tables = {tuple(ends): number for number, ends in enumerate(self.rounds.ends.tolist())}
-        inputs = {node.name: len(node.uses) for node in graph.nodes}
-        kept = {row: number for number, row in enumerate(self.gathered)}
-        rows = []
-        for edge, (u, v) in zip(wiring.edges, pairs, strict=True):
-            (kind, name), out, _, port, value = edge
-            rows.append((
-                u,
-                inputs[name] + out if kind == "node" else -1,
-                v,
-                port,
-                self.values.structure[value],
-                self.values.column[value],
-                wiring.sends_gradient(edge),
-                tables.get((min(u, v), max(u, v)), BACK),
-                kept[tuple(self.demands.gathers.get(edge, (0.0,)))],
-            ))  # fmt: skip
-        times = np.array(list(wiring.edges.values()), dtype=np.float64)
-        return _Edges(times, *np.array(rows, dtype=np.int64).reshape(-1, 9).T)
-
-    # ------------------------------------------------------------------------------------------------ prices
-
-    def priced(self, axes: Sequence[int], now: Rows | None = None, per_byte: Floats | None = None) -> Priced:
-        """The problem in which each node keeps its row (without `now` replicated on all axes) or takes one option on
-        some axes; `per_byte`: the price of a byte at each instant."""
-        if now is None:
-            now = np.zeros((len(self.names), len(self.table.bits)), dtype=np.int8)
-        return Priced(self, list(self.sheets.on(axes, now)), per_byte)
-
-
 class Priced:
     """The options and their prices."""
 
     def __init__(
-        self, isomorphic: IsomorphicGraph, sheets: list[Sheet], per_byte: Floats | None = None
+        self,
+        isomorphic: IsomorphicGraph,
+        axes: Sequence[int],
+        now: Rows | None = None,
+        per_byte: Floats | None = None,
     ) -> None:
+        """Each node keeps its row (without `now` replicated on all axes) or takes one option on some axes; `per_byte`:
+        the price of a byte at each instant."""
+        if now is None:
+            now = np.zeros((len(isomorphic.names), len(isomorphic.table.bits)), dtype=np.int8)
+        sheets = list(isomorphic.sheets.on(axes, now))
         self.isomorphic, self.sheets, self.per_byte = isomorphic, sheets, per_byte
         count = len(isomorphic.variable)
         self.sheet_of, self.place = np.zeros((2, count), dtype=np.int64)  # of nodes; which column of it
@@ -243,14 +107,14 @@ class Priced:
         self.group[variables], self.states[variables] = len(self.ports), states
         self.ports.append(ports)
 
-    def _unions(self, sort: _Sort) -> Iterator[tuple[Numbers, Port]]:
+    def _unions(self, sort: Sort) -> Iterator[tuple[Numbers, Port]]:
         """Those of a sort that have the same ports of the same sheets, and the layouts of these."""
         keys = np.concatenate([self.sheet_of[sort.nodes], sort.ports], axis=1).T
         for some in same_columns(keys):
             ends = zip(self.sheet_of[sort.nodes[some[0]]].tolist(), sort.ports[some[0]].tolist(), strict=True)
             yield some, union([self.sheets[sheet].ports[port] for sheet, port in ends])
 
-    def _stored(self, sort: _Sort, some: Numbers, use: Port) -> tuple[Stored, Numbers]:
+    def _stored(self, sort: Sort, some: Numbers, use: Port) -> tuple[Stored, Numbers]:
         """The storages of those of a sort that are of one size, and which of these each parameter is."""
         isomorphic = self.isomorphic
         columns, which = np.unique(sort.columns[some], return_inverse=True)
@@ -427,7 +291,7 @@ class Priced:
 
 
 MakePriced = Callable[[Sequence[int], Rows | None], Priced]
-"""`IsomorphicGraph.priced` for some price of a byte: what some axes may do beside rows."""
+"""`Priced` of some graph and price of a byte: what some axes may do beside rows."""
 
 
 def _every(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -435,4 +299,4 @@ def _every(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.repeat(source, len(target), axis=0), np.tile(target, (len(source), 1))
 
 
-__all__ = ["IsomorphicGraph", "MakePriced", "Priced"]
+__all__ = ["MakePriced", "Priced"]
