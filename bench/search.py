@@ -172,7 +172,7 @@ def _planner(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock, mem
 
 
 def _exact(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock) -> dict[str, Any]:
-    from meshwright.search.planner import families_of
+    from meshwright.search.exact_spaces import families_of
     from meshwright.search.solve import solve
 
     planner = _planner(row, captured, cluster, mesh, clock, False)

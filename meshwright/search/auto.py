@@ -19,6 +19,7 @@ from meshwright.ops.batch import batch_rows
 from meshwright.search.budget import AUTO, MEMORY
 from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch_rows
+from meshwright.search.exact_spaces import families_of, resting_families
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.least_memory import saved
 from meshwright.search.memory_limit import (
@@ -30,7 +31,7 @@ from meshwright.search.memory_limit import (
     smaller_limits,
     step_of,
 )
-from meshwright.search.planner import Planner, SearchResult, families_of, resting_families
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import skipping_unproven, solve, solve_limited
 from meshwright.search.space.build import Space

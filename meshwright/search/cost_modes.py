@@ -20,12 +20,13 @@ import numpy as np
 from meshwright.errors import LayoutError
 from meshwright.ops.strategy import Strategy
 from meshwright.search.auto import auto
+from meshwright.search.exact_spaces import check_request, families_of, two_runs
 from meshwright.search.infeasible import not_allowed, not_lowered
 from meshwright.search.joint import joint
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.least_memory import saved
 from meshwright.search.memory_limit import fits_in_both, limited, nearer, priced_by_bytes
-from meshwright.search.planner import Planner, SearchResult, check_request, families_of, two_runs
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import NoStates, solve
 from meshwright.search.space.constraints import exactly, rows_of

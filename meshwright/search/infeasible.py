@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.errors import LayoutError, PlanError
-from meshwright.search.planner import Planner, SearchResult, families_of
+from meshwright.search.exact_spaces import families_of
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.wiring import Variable

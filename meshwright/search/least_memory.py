@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.search.budget import MEMORY
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.memory_limit import fits_in_both, nearer, offer
-from meshwright.search.planner import Planner, SearchResult, families_of
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, Problem, solve
 from meshwright.search.space.memory import fixed_bytes
 

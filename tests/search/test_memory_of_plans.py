@@ -16,8 +16,9 @@ from meshwright.ops.analysis import factors_of
 from meshwright.planning.search_request import request_for
 from meshwright.predict.tasks import simulate
 from meshwright.search.context import SearchContext
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.layer_groups import folded, without_folds
-from meshwright.search.planner import Planner, families_of
+from meshwright.search.planner import Planner
 from meshwright.search.solve import Problem, solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of

@@ -17,8 +17,9 @@ from meshwright.planning.search_request import request_for
 from meshwright.predict.price import program_price
 from meshwright.search.context import SearchContext
 from meshwright.search.data_parallel import by_batch
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.layer_groups import without_folds
-from meshwright.search.planner import Planner, families_of
+from meshwright.search.planner import Planner
 from meshwright.search.solve import solve
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.build import Space

@@ -21,11 +21,12 @@ from meshwright.pipeline.levels import taken_of, within_stage
 from meshwright.pipeline.meshes import meshes
 from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.layer_groups import without_folds
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.assign import in_one_stage
 from meshwright.search.pipeline.in_stages import split_as_found
-from meshwright.search.planner import Planner, Request, families_of
+from meshwright.search.planner import Planner, Request
 from meshwright.search.solve import Problem, solve
 from meshwright.search.wanted import Wanted
 from tests.breadth import first

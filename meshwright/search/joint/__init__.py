@@ -17,6 +17,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.budget import MEMORY, TECHNIQUES
 from meshwright.search.compute_bound import Least
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
 from meshwright.search.joint.explain import technique_lines
@@ -29,7 +30,7 @@ from meshwright.search.joint.pareto import first_front, front, least_bytes, with
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.least_memory import any_fits
 from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of
-from meshwright.search.planner import Planner, SearchResult, families_of
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.build import Space
 

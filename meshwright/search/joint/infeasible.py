@@ -14,10 +14,11 @@ from meshwright.core.techniques import OFFLOAD
 from meshwright.errors import DoesNotFit, LayoutError, PlanError
 from meshwright.redistribute.steps import enough_bytes, show_bytes
 from meshwright.search.budget import MEMORY
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.joint.dimensions import micro_batches_of
 from meshwright.search.least_memory import any_fits, least_bytes_of
 from meshwright.search.memory_limit import nearer
-from meshwright.search.planner import Planner, SearchResult, families_of
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import INSTANTS

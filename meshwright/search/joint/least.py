@@ -9,12 +9,13 @@ from dataclasses import replace
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.budget import MEMORY, TECHNIQUES
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.joint.dimensions import Dimension, Point, dimensions, points, wider
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.pareto import least_bytes
 from meshwright.search.least_memory import any_fits, least_memory, lowest_peak, saved
 from meshwright.search.memory_limit import fits_in_both, limited, step_of
-from meshwright.search.planner import Planner, SearchResult, families_of
+from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.space.build import Space
 
 

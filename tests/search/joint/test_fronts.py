@@ -14,10 +14,11 @@ from meshwright.ops.analysis import factors_of
 from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.evaluate import peak_on
+from meshwright.search.exact_spaces import families_of
 from meshwright.search.joint.dimensions import dimensions, points, wider
 from meshwright.search.joint.pareto import front
 from meshwright.search.layer_groups import folded
-from meshwright.search.planner import Planner, families_of
+from meshwright.search.planner import Planner
 from meshwright.search.space.memory import fixed_bytes
 from tests.search.joint.test_stages import cluster, planner
 
