@@ -12,7 +12,7 @@ two only one is heard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from msgspec.structs import replace
@@ -22,7 +22,6 @@ from meshwright.k8s import pods as p
 from meshwright.k8s import resource as r
 from meshwright.k8s import servers as s
 from meshwright.k8s.conditions import (
-    SIGNALS,
     Truth,
     given_up_at,
     how,
@@ -34,6 +33,7 @@ from meshwright.k8s.conditions import (
     time_of,
     with_conditions,
 )
+from meshwright.k8s.job_end import after_the_end, deadline_exceeded, ending, stopped, to_replace, with_end
 from meshwright.k8s.records import (
     DONE,
     Action,
@@ -42,7 +42,6 @@ from meshwright.k8s.records import (
     CreateWorker,
     Decision,
     Delete,
-    DeleteJob,
     Job,
     Pod,
 )
@@ -57,7 +56,7 @@ def decide(job: Job, pods: Sequence[Pod], lost: Mapping[str, float], now: float)
         )
     status = with_conditions(status, now, Valid=refusal(job.refused) if job.refused else ("True", "", ""))
     if status.completion_time:
-        return _after_the_end(spec, status, pods, lost, now)
+        return after_the_end(spec, status, pods, lost, now)
     if spec.suspend:
         status = replace(
             _new_round(status, ""), state="Suspended", start_time="", ready=f"0/{spec.workers.replicas}"
@@ -66,7 +65,7 @@ def decide(job: Job, pods: Sequence[Pod], lost: Mapping[str, float], now: float)
             status, now, Suspended=("True", "Suspended", ""), Running=("False", "Suspended", "")
         )
         gone = {pod.uid for pod in pods if is_gone(pod, lost, spec, now)}
-        actions = tuple(_stopped(pods, gone))
+        actions = tuple(stopped(pods, gone))
         return Decision(replace(status, workers=0), actions, given_up_at(spec, pods, lost, now))
     plan = planning.turn(job, spec, status, pods, lost, now)
     status, going = plan.status, spec if plan.ready else _as_it_runs(spec, plan.status)
@@ -104,8 +103,8 @@ def _waiting(
         start_time=status.start_time or stamp(now),
     )
     status = with_conditions(status, now, Suspended=("False", "", ""))
-    if late := _late(spec, status, now):
-        return _after_the_end(spec, _over(spec, status, "Failed", now, Failed=late), pods, lost, now)
+    if late := deadline_exceeded(spec, status, now):
+        return after_the_end(spec, with_end(spec, status, "Failed", now, Failed=late), pods, lost, now)
     return Decision(status, (), _again(spec, status, pods, lost, now))
 
 
@@ -133,20 +132,20 @@ def _in_round(
     wanted_ones = [pod for pod in every if pod.index < wanted]
     # of two with one index, the first has failed and is held
     workers = {
-        pod.index: pod for pod in sorted(wanted_ones, key=lambda pod: _to_replace(pod, gone), reverse=True)
+        pod.index: pod for pod in sorted(wanted_ones, key=lambda pod: to_replace(pod, gone), reverse=True)
     }
     servers, move = s.of_round(own)
     status = s.moved(_counted(status, spec, scheduler, workers, servers, gone, now), move)
     if scheduler is not None and not status.scheduler_uid:
         status = replace(status, scheduler_uid=scheduler.uid)
 
-    if end := _end(spec, status, wanted_ones, gone, now):
-        return _after_the_end(spec, _over(spec, status, end[0], now, **end[1]), pods, lost, now)
+    if end := ending(spec, status, wanted_ones, gone, now):
+        return after_the_end(spec, with_end(spec, status, end[0], now, **end[1]), pods, lost, now)
 
     lost_server = s.lost(spec, status, servers, workers, gone)
     needed = 0 if lost_server else s.needed(spec, status)
     mine = [*wanted_ones, *(pod for pod in servers.values() if pod.index < needed)]
-    failed = [pod for pod in mine if _to_replace(pod, gone)]
+    failed = [pod for pod in mine if to_replace(pod, gone)]
     # a pod that somebody deletes, as to drain its node, is no failure, whether it is seen to end or not
     why = [
         (pod.uid, f"{pod.name}: {how(pod, gone)}")
@@ -162,8 +161,8 @@ def _in_round(
         status = replace(status, restarts=spec.backoff_limit)  # the last failure restarts nothing
         text = f"no restart is left, backoffLimit is {spec.backoff_limit}; {why[0][1] if why else ''}"
         failure: tuple[Truth, str, str] = ("True", "BackoffLimitExceeded", text.rstrip("; "))
-        status = _over(spec, status, "Failed", now, Failed=failure, Running=("False", "Failed", ""))
-        return _after_the_end(spec, status, pods, lost, now)
+        status = with_end(spec, status, "Failed", now, Failed=failure, Running=("False", "Failed", ""))
+        return after_the_end(spec, status, pods, lost, now)
     if anew or requeued:
         if requeued:
             status = with_conditions(status, now, Running=("False", "Queued", requeued))
@@ -176,7 +175,7 @@ def _in_round(
         for pod in own
         if pod.uid in ended | gone and not (pod.held and pod.deleting and pod.uid not in gone)
     ]
-    actions += _stopped([pod for pod in pods if pod.round != status.round], gone)
+    actions += stopped([pod for pod in pods if pod.round != status.round], gone)
     actions += [Delete(pod.name, pod.uid) for pod in every if pod.index >= wanted and not pod.deleting]
     removed = {a.uid for a in actions if isinstance(a, Delete) and (a.now or a.uid in ended)}
     left = [pod for pod in pods if pod.held or pod.uid not in removed]
@@ -222,39 +221,6 @@ def _created(
             again = next(n for n in count() if p.worker_name(name, index, n) not in taken)
             actions.append(CreateWorker(status.round, index, place, again))
     return status, actions
-
-
-def _end(
-    spec: r.Spec, status: r.Status, workers: Sequence[Pod], gone: set[str], now: float
-) -> tuple[str, dict[str, tuple[Truth, str, str]]] | None:
-    """State and conditions of a job that has ended."""
-    well = [pod for pod in workers if pod.phase == "Succeeded"]
-    if len(well) >= (1 if spec.success_policy == "AnyWorker" else spec.workers.replicas):
-        return "Succeeded", {
-            "Succeeded": ("True", spec.success_policy, ""),
-            "Running": ("False", "Succeeded", ""),
-        }
-    failure: tuple[Truth, str, str] | None = None
-    for pod in workers:
-        if pod.evicted:
-            continue
-        bad = _to_replace(pod, gone)
-        if bad and spec.workers.restart_policy == "Never":
-            failure = ("True", "WorkerFailed", f"{pod.name}: {how(pod, gone)}; restartPolicy is Never")
-        elif pod.phase == "Failed" and pod.exit_code is not None and 0 < pod.exit_code < SIGNALS:
-            failure = ("True", "WorkerFailed", f"{pod.name}: {how(pod, gone)}: {pod.said}".rstrip(": "))
-    failure = _late(spec, status, now) or failure
-    if failure is None:
-        return None
-    return "Failed", {"Failed": failure, "Running": ("False", "Failed", "")}
-
-
-def _late(spec: r.Spec, status: r.Status, now: float) -> tuple[Truth, str, str] | None:
-    if not spec.active_deadline_seconds or not status.start_time:
-        return None
-    if now < time_of(status.start_time) + spec.active_deadline_seconds:
-        return None
-    return ("True", "DeadlineExceeded", f"activeDeadlineSeconds is {spec.active_deadline_seconds}")
 
 
 def _scheduler_lost(
@@ -330,42 +296,6 @@ def _counted(
     return with_conditions(status, now, Running=("False", status.state, why or before))
 
 
-def _over(
-    spec: r.Spec, status: r.Status, state: str, now: float, **conditions: tuple[Truth, str, str]
-) -> r.Status:
-    """The status of a job that has ended: nothing runs any more, unless its policy keeps it."""
-    if spec.clean_pod_policy != "None":
-        roles = {role: replace(of, active=0) for role, of in status.replica_statuses.items()}
-        ready = f"0/{spec.workers.replicas}"
-        status = replace(status, replica_statuses=roles, workers=0, ready=ready)
-    return with_conditions(replace(status, state=state, completion_time=stamp(now)), now, **conditions)
-
-
-def _after_the_end(
-    spec: r.Spec, status: r.Status, pods: Sequence[Pod], lost: Mapping[str, float], now: float
-) -> Decision:
-    policy, ttl = spec.clean_pod_policy, spec.ttl_seconds_after_finished
-    over = time_of(status.completion_time) + ttl if ttl is not None else None
-    if over is not None and now >= over:
-        return Decision(status, (DeleteJob(),))
-    # independent workers tell no scheduler that the job has ended, and so servers do not hear of it
-    waits = (
-        {role.lower() for role in (r.SCHEDULER, r.SERVER)} | {s.MOVE} if spec.workers.independent else set()
-    )
-    extra = [
-        pod
-        for pod in pods
-        if policy == "All" or (pod.phase not in DONE and (policy == "Running" or pod.role in waits))
-    ]
-    gone = {pod.uid for pod in extra if is_gone(pod, lost, spec, now)}
-    times = [t for t in (over, given_up_at(spec, extra, lost, now)) if t is not None]
-    return Decision(status, tuple(_stopped(extra, gone)), min(times, default=None))
-
-
-def _to_replace(pod: Pod, gone: Collection[str]) -> bool:
-    return pod.phase == "Failed" or pod.uid in gone
-
-
 def _new_round(status: r.Status, revision: str) -> r.Status:
     """`revision`: of the settings of its pods; empty while there shall be none."""
     if status.revision == revision == "":
@@ -385,17 +315,6 @@ def _revision(spec: r.Spec) -> str:
     if spec.plan is not None:
         parts.append(spec.plan)
     return p.revision_of(*parts)
-
-
-def _stopped(pods: Sequence[Pod], gone: set[str]) -> list[Action]:
-    """End pods: the scheduler and the servers after the workers, which need them for their last checkpoint."""
-    first = r.WORKER.lower()
-    left = any(pod.role == first and pod.phase not in DONE and pod.uid not in gone for pod in pods)
-    return [
-        Delete(pod.name, pod.uid, pod.uid in gone)
-        for pod in pods
-        if pod.uid in gone or not (pod.deleting or (left and pod.role != first))
-    ]
 
 
 def _again(

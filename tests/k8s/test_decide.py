@@ -119,7 +119,7 @@ class Cluster:
                     del self.pods[action.name]
                 else:
                     self.pods[action.name] = replace(pod, deleting=True)
-            case d.DeleteJob():
+            case records.DeleteJob():
                 self.deleted = True
 
     def _start(self, name: str, role: str, round: int, index: int, **more: Any) -> None:
@@ -225,7 +225,7 @@ def test_success_and_what_is_cleaned_up(policy, left):
     cluster.now += 61
     assert not cluster.deleted
     decision = d.decide(d.Job(owner=OWNER, spec=cluster.spec, status=cluster.status), [], {}, cluster.now)
-    assert decision.actions == (d.DeleteJob(),)
+    assert decision.actions == (records.DeleteJob(),)
 
 
 def test_any_worker_is_enough_where_that_is_the_policy():
