@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from meshwright.capture.export_errors import AS_IT_IS
+from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
 from meshwright.capture.ties import ties_of
-from meshwright.capture.trace import AS_IT_IS, HERE, LINE, PREFIX, TORCH_ROOT, Trace
+from meshwright.capture.trace import LINE, PREFIX, Trace
 from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 from meshwright.errors import CaptureError, a_type
 

@@ -11,9 +11,10 @@ import torch
 from meshwright.capture.capture import Captured, simplify
 from meshwright.capture.convert import convert
 from meshwright.capture.dtypes import check_dtypes
+from meshwright.capture.export_errors import AS_IT_IS
 from meshwright.capture.fold import fold
 from meshwright.capture.nest import Shape, count, filled, shape_of
-from meshwright.capture.trace import AS_IT_IS, Loss, trace
+from meshwright.capture.trace import Loss, trace
 from meshwright.errors import CaptureError
 
 WANTED = "outputs=lambda model, batch: model(**batch).logits"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,9 +29,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from meshwright.capture.copy_layers import UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
 from meshwright.capture.equal_layers import EqualLayers
+from meshwright.capture.export_errors import explained, own_error_in, without_tensors
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
-from meshwright.capture.meta_init_record import user_line
+from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
@@ -41,15 +41,12 @@ from meshwright.capture.ties import ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
 
-TORCH_ROOT = str(Path(torch.__file__).parent)
 # torch.export patches classes and has state of the process, so one thread traces at a time.
 ONE_AT_A_TIME = threading.RLock()
-HERE = str(Path(__file__).parent)
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
 PREFIX = "model."  # of the names of the model's parts in a trace
 LINE = "user_line"  # what a node's own metadata calls the line that made it: torch knows those of `forward` alone
-AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
 REAL = (torch.Tensor, torch.nn.Parameter)
 NO_CHECKPOINT = (
     "checkpoint() at {} has no effect on a captured program and does not change its numbers; "
@@ -315,8 +312,8 @@ def _trace(
         except (MeshwrightError, UnequalLayersError):
             raise
         except Exception as error:
-            nested = _own_error_in(error)
-            raise nested or (_explain(error) if found else _empty(batch, error)) from error
+            nested = own_error_in(error)
+            raise nested or (explained(error) if found else without_tensors(batch, error)) from error
     notes = (
         *(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints),
         *wrapper.effects.left.notes,
@@ -338,69 +335,3 @@ def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
                 if n.op == "call_function" and n.meta.get("stack_trace")
             }
     return known
-
-
-def _own_error_in(error: BaseException | None) -> MeshwrightError | None:
-    while error is not None:
-        if isinstance(error, MeshwrightError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-DATA_DEPENDENT = (
-    "GuardOnDataDependentSymNode",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-)
-
-
-def _explain(error: Exception) -> CaptureError:
-    """Return an export failure with the user's own source line and a hint."""
-    kinds: list[str] = []
-    chain: BaseException | None = error
-    while chain is not None:
-        kinds.append(type(chain).__name__)
-        chain = chain.__cause__ or chain.__context__
-    text = str(error)
-    depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    what = (
-        "the model decides by the values of a tensor, which a captured program cannot"
-        if depends
-        else "the model cannot be exported"
-    )
-    if "meta" in first and "two devices" in first:
-        return CaptureError(
-            "the model and the batch are on different devices",
-            why=f"{type(error).__name__}: {first[:300]}",
-            where=_user_line(error),
-            hint="make the batch where the model is: with torch.device('meta'): batch = …",
-        )
-    return CaptureError(
-        what,
-        why=f"{type(error).__name__}: {first[:300]}",
-        where=_user_line(error),
-        hint=("write it with torch.where, or " if depends else "") + AS_IT_IS,
-    )
-
-
-def _empty(batch: Any, error: Exception) -> CaptureError:
-    """Return an export failure for an example batch without tensors."""
-    return CaptureError(
-        f"the example batch has no tensors: {batch!r:.80}",
-        why=f"the loss could not be computed from it: {type(error).__name__}: {error!s:.200}",
-        where=_user_line(error),
-        hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, zeros are enough",
-    )
-
-
-def _user_line(error: BaseException | None) -> str:
-    """Return the innermost frame of the user's or the model library's code in the traceback."""
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        for frame in reversed(frames):
-            if not frame.filename.startswith((TORCH_ROOT, HERE, "<")):
-                return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
-        error = error.__cause__ or error.__context__
-    return ""

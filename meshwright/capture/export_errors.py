@@ -1,0 +1,79 @@
+"""What a failed export says to the user: the line of the user's code, and what to try."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
+from meshwright.errors import CaptureError, MeshwrightError
+
+AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
+
+
+def own_error_in(error: BaseException | None) -> MeshwrightError | None:
+    """Return the error of ours behind another one, if there is one."""
+    while error is not None:
+        if isinstance(error, MeshwrightError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+)
+
+
+def explained(error: Exception) -> CaptureError:
+    """Return an export failure with the user's own source line and a hint."""
+    kinds: list[str] = []
+    chain: BaseException | None = error
+    while chain is not None:
+        kinds.append(type(chain).__name__)
+        chain = chain.__cause__ or chain.__context__
+    text = str(error)
+    depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    what = (
+        "the model decides by the values of a tensor, which a captured program cannot"
+        if depends
+        else "the model cannot be exported"
+    )
+    if "meta" in first and "two devices" in first:
+        return CaptureError(
+            "the model and the batch are on different devices",
+            why=f"{type(error).__name__}: {first[:300]}",
+            where=line_of_error(error),
+            hint="make the batch where the model is: with torch.device('meta'): batch = …",
+        )
+    return CaptureError(
+        what,
+        why=f"{type(error).__name__}: {first[:300]}",
+        where=line_of_error(error),
+        hint=("write it with torch.where, or " if depends else "") + AS_IT_IS,
+    )
+
+
+def without_tensors(batch: Any, error: Exception) -> CaptureError:
+    """Return an export failure for an example batch without tensors."""
+    return CaptureError(
+        f"the example batch has no tensors: {batch!r:.80}",
+        why=f"the loss could not be computed from it: {type(error).__name__}: {error!s:.200}",
+        where=line_of_error(error),
+        hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, zeros are enough",
+    )
+
+
+def line_of_error(error: BaseException | None) -> str:
+    """Return the innermost frame of the user's or the model library's code in the traceback."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        for frame in reversed(frames):
+            if not frame.filename.startswith((TORCH_ROOT, HERE, "<")):
+                return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
+        error = error.__cause__ or error.__context__
+    return ""
