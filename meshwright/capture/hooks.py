@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from meshwright.capture.values import of_library_hook
+from meshwright.capture.reads import of_library_hook
 from meshwright.errors import CaptureError, RunError
 
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

@@ -42,6 +42,7 @@ METHODS_THAT_CHANGE = {
     ),
     *("update", "setdefault", "add", "discard", "fill"),
 }
+MAKING = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
 DYNAMIC = {"getattr", "setattr", "vars", "__dict__", "attrgetter"}
 
 
@@ -71,6 +72,14 @@ def of_library(value: Any) -> bool:
     if code is not None and not code.co_filename.startswith("<"):
         return is_library(code.co_filename)
     return _module_of_library(value.__module__)
+
+
+def of_library_hook(hook: Any) -> bool:
+    """Return whether a library has added a hook to a module, as Hugging Face does to record hidden states."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    return of_library(function if isinstance(function, types.FunctionType) else type(function))
 
 
 @functools.lru_cache(4096)
@@ -194,6 +203,19 @@ def names(code: types.CodeType) -> frozenset[str]:
         if isinstance(t, str)
     }
     return frozenset(texts.union(*(c.co_names for c in every)))
+
+
+@functools.cache
+def read_by(kind: type) -> frozenset[str]:
+    """Return the names that methods of a `torch.nn` class read, except those that construct or print a module."""
+    functions = (
+        function
+        for base in kind.__mro__
+        if base not in (object, torch.nn.Module)
+        for name, function in vars(base).items()
+        if isinstance(function, types.FunctionType) and name not in MAKING
+    )
+    return frozenset[str]().union(*(names(function.__code__) for function in functions))
 
 
 @functools.lru_cache(4096)

@@ -22,8 +22,10 @@ from meshwright.capture.reads import (
     is_library,
     names,
     of_library,
+    of_library_hook,
     origin,
     pieces,
+    read_by,
     reads,
 )
 from meshwright.capture.value_records import (
@@ -44,7 +46,6 @@ from meshwright.capture.value_records import (
 
 BASE = frozenset(vars(torch.nn.Module()))  # what a module has before a user gives it something
 HOOKS = tuple(n for n in BASE if n.endswith("_hooks") and "state_dict" not in n)
-MAKING = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
 UNREAD = {"generation_config"}  # what Hugging Face keeps beside a model for `generate`
 
 
@@ -379,27 +380,6 @@ class _Finder:
             self._global(vars(module), chain[0], chain[1:], f"{module.__name__}.")
 
 
-@functools.cache
-def read_by(kind: type) -> frozenset[str]:
-    """Return the names that methods of a `torch.nn` class read, except those that construct or print a module."""
-    functions = (
-        function
-        for base in kind.__mro__
-        if base not in (object, torch.nn.Module)
-        for name, function in vars(base).items()
-        if isinstance(function, types.FunctionType) and name not in MAKING
-    )
-    return frozenset[str]().union(*(names(function.__code__) for function in functions))
-
-
-def of_library_hook(hook: Any) -> bool:
-    """Return whether a library has added a hook to a module, as Hugging Face does to record hidden states."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    function = getattr(hook, "__func__", hook)
-    return of_library(function if isinstance(function, types.FunctionType) else type(function))
-
-
 def _derived(hooks: Iterable[Any]) -> set[str]:
     """Return attributes that forward pre-hooks of torch recompute before each forward: spectral_norm, weight_norm,
     pruning.
@@ -417,4 +397,4 @@ def _of(label: str, name: str) -> str:
     return f"{label}.{name}"
 
 
-__all__ = ["find", "of_library_hook"]
+__all__ = ["find"]

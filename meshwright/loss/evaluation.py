@@ -84,7 +84,8 @@ def _rounding(x: torch.Tensor) -> float:
 @contextlib.contextmanager
 def _without_hooks(model: torch.nn.Module) -> Iterator[None]:
     """Libraries compute by theirs, as spectral_norm does, so these stay."""
-    from meshwright.capture.values import HOOKS, of_library_hook
+    from meshwright.capture.reads import of_library_hook
+    from meshwright.capture.values import HOOKS
 
     held = [(hooks, hooks.copy()) for m in model.modules() for n in HOOKS if (hooks := vars(m).get(n))]
     try:
