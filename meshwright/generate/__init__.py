@@ -38,7 +38,8 @@ from meshwright.generate.shell import (
     shell_of,
     text_config,
 )
-from meshwright.inference.forward_step import ForwardStep, Outputs, forward_step
+from meshwright.inference.forward_program import Outputs
+from meshwright.inference.forward_step import ForwardStep, forward_step
 from meshwright.plan.plan import Plan
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins

@@ -3,24 +3,19 @@ weights that a training step holds."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
 from meshwright import heartbeat
-from meshwright.capture import Captured
-from meshwright.capture.fold import fold
-from meshwright.capture.forward import Forward, capture_forward, filled
-from meshwright.capture.meta_init import Init, Initial, all_on_meta, check_absent, check_weights, temporary_of
-from meshwright.capture.pytree import leaves, literals, map_leaves
+from meshwright.capture.forward import Forward, filled
+from meshwright.capture.meta_init import Init, check_absent, check_weights, temporary_of
+from meshwright.capture.pytree import leaves, literals
 from meshwright.checkpoint.weights import (
-    Weights,
     agree_on_path,
-    confirmed,
     named_path,
     open_weights,
     read_weights,
@@ -29,26 +24,21 @@ from meshwright.checks.guards import Guards
 from meshwright.checks.input_checks import check_capturable, check_ranks, check_switches, plan_from
 from meshwright.checks.model_checks import check_function
 from meshwright.checks.rank_agreement import (
-    Agreed,
     device_of,
     over_gloo,
     own_device,
-    pack,
     prepare,
-    same_model,
     source_of,
-    unpack,
 )
-from meshwright.checks.same_values import same_values
-from meshwright.compile import lower, plan_captured, values_of, with_model
+from meshwright.compile import plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
 from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_beside
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import BatchError, MeshwrightError, PlanError, RunError
+from meshwright.errors import BatchError, PlanError
+from meshwright.inference.forward_program import Outputs, agree_on_program, lowered, opened_weights
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
-from meshwright.planning.log_remarks import log_remarks
 from meshwright.planning.search_request import request_for
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import Communicator
@@ -61,10 +51,9 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 from meshwright.runtime.shard_access import ShardAccess
 from meshwright.search.reuse import carried
 from meshwright.search.wanted import MeshLike, Pins
-from meshwright.user_module.hollow import as_shapes, check_has_values
+from meshwright.user_module.hollow import check_has_values
 
 PROGRAMS = 16  # of other shapes that a forward step keeps
-Outputs = Callable[[Any, Any], Any]
 
 
 def default_outputs(model: Any, batch: Any) -> Any:
@@ -267,14 +256,14 @@ def forward_step(
         check_absent(model, absent, init, path)
         return str(path)
 
-    agreed, guards = _agree(
+    agreed, guards = agree_on_program(
         meeting, model, batch, outputs, chosen, found_at, source, seed=seed, exact_random=exact_random
     )
-    captured, parts = _lowered(agreed)
+    captured, parts = lowered(agreed)
     over_gloo(meeting, parts.requested, place)
     opened, computed = None, dict[str, torch.Tensor]()
     if agreed.more["weights"]:
-        opened, computed = _opened(meeting, model, agreed, temporary, cast, init)
+        opened, computed = opened_weights(meeting, model, agreed, temporary, cast, init)
     comm = meeting.connect(parts.requested.ranks, place, host=bool(parts.requested.hosts))
     prepare(comm, parts)
     values = values_of(model, captured, place)
@@ -326,8 +315,8 @@ def shared_forward(
         def chosen(found: Forward) -> Plan:
             return carried(plan, found.captured.graph, found.captured.folding)
 
-        agreed, guards = _agree(meeting, model, batch, outputs, chosen)
-        captured, parts = _lowered(agreed)
+        agreed, guards = agree_on_program(meeting, model, batch, outputs, chosen)
+        captured, parts = lowered(agreed)
         prepare(comm, parts)
         own = {
             i.name: agreed.constants[i.target].to(rank.device) for i in captured.graph.input_of("constant")
@@ -370,68 +359,4 @@ def _check_forward(asked: Techniques, mode: str | None) -> None:
         raise PlanError('mode="manual" has no plan', hint="call the model itself, under torch.no_grad()")
 
 
-def _agree(
-    meeting: Meeting,
-    model: torch.nn.Module,
-    batch: Any,
-    outputs: Outputs,
-    chosen: Callable[[Forward], Plan],
-    found_at: Callable[[Forward], str] = lambda _: "",
-    source: int | None = 0,
-    **options: Any,
-) -> tuple[Agreed, Guards]:
-    """Capture and plan on rank 0; return its result with the Python values that all ranks have read."""
-
-    def captured_here() -> Forward:
-        meta = any(p.device.type == "meta" for p in model.parameters())
-        example = map_leaves(batch, lambda t: t.to("meta")) if meta else batch
-        with as_shapes(model), all_on_meta(model) if meta else contextlib.nullcontext():
-            return capture_forward(model, example, outputs)
-
-    def compute() -> bytes:
-        found = captured_here()
-        more = {"shape": found.shape, "weights": found_at(found)}
-        plan = chosen(found)
-        return pack(found.captured, plan, model, torch.get_rng_state(), more)
-
-    agreed = unpack(meeting.agree(compute))
-    same_model(meeting, agreed, model)
-    guards = Guards.of(model, outputs, batch, modes=False)
-    same_values(meeting, guards, agreed.graph, lambda: captured_here().captured.graph, source, **options)
-    return agreed, guards
-
-
-def _opened(
-    meeting: Meeting,
-    model: torch.nn.Module,
-    agreed: Agreed,
-    temporary: Collection[str],
-    cast: bool,
-    init: Init | None,
-) -> tuple[Weights | None, dict[str, torch.Tensor]]:
-    """The checkpoint that all ranks read, and by input the buffers that `init` computes since it lacks them."""
-    problem, found, computed = None, None, dict[str, torch.Tensor]()
-    try:
-        found = open_weights(Path(agreed.more["weights"]), agreed.graph.inputs, temporary, cast)
-        without = check_absent(model, found.absent, init, found.index.path)
-        if without and init is not None:
-            state = torch.get_rng_state()
-            try:
-                initial = Initial(init, agreed.graph.inputs, state)
-                if differs := initial.problem(model):
-                    raise RunError(differs, hint="init is what built the model, with the same configuration")
-                computed = initial.computed(without)
-            finally:
-                torch.set_rng_state(state)
-    except MeshwrightError as error:
-        problem = error
-    confirmed(meeting, problem)
-    return found, computed
-
-
-def _lowered(agreed: Agreed) -> tuple[Captured, Partition]:
-    captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
-    return captured, lower(captured, with_model(log_remarks(agreed.plan).check(agreed.graph), captured))
-
-
-__all__ = ["ForwardStep", "Outputs", "default_outputs", "forward", "forward_step", "shared_forward"]
+__all__ = ["ForwardStep", "default_outputs", "forward", "forward_step", "shared_forward"]

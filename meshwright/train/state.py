@@ -23,7 +23,8 @@ from meshwright.checks.model_checks import check_function, check_model
 from meshwright.errors import RunError
 from meshwright.generate import Generator
 from meshwright.generate.shell import prompts
-from meshwright.inference.forward_step import ForwardStep, Outputs, default_outputs, shared_forward
+from meshwright.inference.forward_program import Outputs
+from meshwright.inference.forward_step import ForwardStep, default_outputs, shared_forward
 from meshwright.plan.plan import Plan
 from meshwright.runtime.step import LocalStep
 from meshwright.user_module.full_model import copies, full_model, gathered, load_full
