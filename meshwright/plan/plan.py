@@ -20,7 +20,8 @@ from meshwright.core.techniques import NONE, TURNS, Techniques
 from meshwright.core.type_guards import is_mapping
 from meshwright.errors import PlanError, path_from, shown_path
 from meshwright.ops.strategy import Strategy
-from meshwright.plan.file import AGAIN, plain_pins, read, write
+from meshwright.plan.file import AGAIN, plain_pins, read
+from meshwright.plan.plan_text import write
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.steps import show_bytes
 
