@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import linprog
 
 from meshwright.search.solve import Builder, LimitedSolution, Memory, NoStates, Problem, solve, solve_limited
-from meshwright.search.solve.lagrange import multipliers
+from meshwright.search.solve.multipliers import multipliers
 from meshwright.search.solve.repair import Moves, mixes
 from tests.search.drawn import draw, draw_memory
 from tests.search.oracle import brute_force
