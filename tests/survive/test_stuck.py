@@ -14,7 +14,7 @@ from meshwright import heartbeat
 from meshwright.heartbeat import generation
 from meshwright.heartbeat.generation import Generation
 from meshwright.runtime import regroup
-from meshwright.runtime.communicator import processes
+from meshwright.runtime.communicator import leave_groups
 from meshwright.runtime.regroup import STUCK_SECONDS, WATCH_SECONDS, Group
 from meshwright.runtime.stores import HashStore
 
@@ -90,10 +90,10 @@ def test_a_group_that_has_ended_is_in_the_way_of_no_other(monkeypatch: pytest.Mo
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        monkeypatch.setattr(processes, "_living", [Holder(ended), Holder(dist.group.WORLD)])
+        monkeypatch.setattr(leave_groups, "living", [Holder(ended), Holder(dist.group.WORLD)])
         size = dist.get_world_size
         monkeypatch.setattr(dist, "get_world_size", lambda group: asked.append(group) or size(group))
-        processes.interrupt()
+        leave_groups.interrupt()
     finally:
         dist.destroy_process_group()
     assert len(asked) == 2  # the default group, and the second holder's
