@@ -18,8 +18,8 @@ from meshwright.cost.machine import seconds, update_seconds
 from meshwright.cost.operator_tables import PRODUCTS
 from meshwright.cost.operators import Work, work
 from meshwright.ops.factors import Factors
-from meshwright.search.space.build import Ties
 from meshwright.search.space.cache import owners_of
+from meshwright.search.space.wiring import Ties
 
 
 class Least:

@@ -27,7 +27,7 @@ from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from meshwright.predict.price import program_price
 from meshwright.predict.step_time import StepTimes, step_times
 from meshwright.search.layer_groups import Folded, shortened
-from meshwright.search.space.build import Choice
+from meshwright.search.space.variables import Choice
 from meshwright.search.techniques.apply import apply
 from meshwright.search.techniques.layers import layers_of
 

@@ -20,7 +20,7 @@ from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory, Problem
-from meshwright.search.space.build import ArraySpace, Choice, Space
+from meshwright.search.space.build import Space
 from meshwright.search.space.cache import SharedResults
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
@@ -30,6 +30,7 @@ from meshwright.search.space.families import Family, in_pieces
 from meshwright.search.space.memory import demands_of, fixed_bytes, instants, memory_of
 from meshwright.search.space.micro_batches import MicroBatches
 from meshwright.search.space.parameters import Storage
+from meshwright.search.space.variables import ArraySpace, Choice
 from meshwright.search.space.wiring import Ties, Wiring
 from meshwright.search.stop import Stop
 from meshwright.search.techniques.elsewhere import Elsewhere

@@ -22,10 +22,11 @@ import numpy as np
 from meshwright.core.mesh import Mesh
 from meshwright.search.budget import RECURSION
 from meshwright.search.solve import Problem, eliminate, solve
-from meshwright.search.space.build import ArraySpace, Space
+from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.constraints import rows_chosen, states_with
 from meshwright.search.space.families import Family, Rows, one_change, one_option
+from meshwright.search.space.variables import ArraySpace
 from meshwright.search.vectorized.prices import MakePriced
 from meshwright.search.vectorized.spaces import array_space
 

@@ -9,8 +9,9 @@ import numpy as np
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import Problem
-from meshwright.search.space.build import ArraySpace, Space
+from meshwright.search.space.build import Space
 from meshwright.search.space.families import Family, resting
+from meshwright.search.space.variables import ArraySpace
 
 
 def recursion(

@@ -18,7 +18,7 @@ from meshwright.predict import extrapolate as layered_times
 from meshwright.predict.extrapolate_tasks import with_layers
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.planner import Evaluation
-from meshwright.search.space.build import Choice
+from meshwright.search.space.variables import Choice
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=4)
 SLOW_LINK = replace(CLUSTER, levels=tuple(replace(level, bytes_per_s=2e9) for level in CLUSTER.levels))

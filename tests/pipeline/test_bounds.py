@@ -22,7 +22,7 @@ from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.bounds import Bounds
 from meshwright.search.pipeline.configurations import Outer
 from meshwright.search.planner import Planner
-from meshwright.search.space.build import Ties
+from meshwright.search.space.wiring import Ties
 from tests.search.planned import GPU, built
 
 SCHEDULES = [

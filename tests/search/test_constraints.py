@@ -21,11 +21,11 @@ from meshwright.ops.strategy import Strategy
 from meshwright.plan.plan import Plan
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.planner import Evaluation
-from meshwright.search.space.build import Choice
 from meshwright.search.space.codes import values_of
 from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.constraints import honouring, option_on
 from meshwright.search.space.families import named
+from meshwright.search.space.variables import Choice
 from meshwright.search.space.wiring import Ties
 from tests.breadth import quick
 from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight

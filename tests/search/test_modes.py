@@ -18,10 +18,11 @@ from meshwright.ops.table import rules_of
 from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.price import program_price
 from meshwright.predict.tasks import simulate
-from meshwright.search.space.build import Choice, Space
+from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import named
 from meshwright.search.space.parameters import Storage
+from meshwright.search.space.variables import Choice
 from tests.search.planned import SEARCHES, cluster, free, lowered, made, tight, tower
 
 

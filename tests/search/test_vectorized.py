@@ -28,11 +28,12 @@ from meshwright.search.recursion import recursive_programming, turns
 from meshwright.search.solve import NoStates, Problem, eliminate
 from meshwright.search.solve.eliminate import Eliminated
 from meshwright.search.solve.eliminate_batched import Rounds, Tables, ends_of
-from meshwright.search.space.build import Choice, Space
+from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.constraints import exactly
 from meshwright.search.space.families import one_option
 from meshwright.search.space.memory import memory_of
+from meshwright.search.space.variables import Choice
 from meshwright.search.vectorized import redistribution as ways
 from meshwright.search.vectorized.prices import Priced
 from meshwright.search.vectorized.spaces import array_space

@@ -32,7 +32,7 @@ from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
 from meshwright.search.pipeline.stages import Staged, stages
 from meshwright.search.pipeline.uneven import Uneven
 from meshwright.search.planner import Planner, Request
-from meshwright.search.space.build import Ties
+from meshwright.search.space.wiring import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.search.wanted import Wanted
 

@@ -1,8 +1,7 @@
-"""The space of a graph on a mesh: variables, their states, and what every choice costs.
+"""The space of a graph on a mesh: what the states of its variables (`variables.py`) and every choice of them cost.
 
-Variables are the nodes, the *hubs* (a value that several consumers read has one layout in which it is brought once, for
-all that want it so), and the parameters. Nodes that stand for each other (copies of a layer) are one variable, and
-what they cost counts as often as they occur. Prices are of one training step: forward, backward, reduction, update.
+Nodes that stand for each other are one variable, and what they cost counts as often as they occur. Prices are of one
+training step: forward, backward, reduction, update.
 """
 
 from __future__ import annotations
@@ -10,51 +9,33 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.core.graph import DTYPES, Graph
-from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
-from meshwright.core.placement import hosted_values
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.host import transfer_seconds
 from meshwright.cost.reduction import adding_seconds
 from meshwright.ops.factors import Factors
-from meshwright.ops.strategy import Strategy
 from meshwright.redistribute.lower_bound import LowerTable
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import SPACE
 from meshwright.search.solve.problem import Problem
 from meshwright.search.space.cache import SharedResults
-from meshwright.search.space.codes import NodeCodes, values_of
-from meshwright.search.space.codes_shared import all_codes
+from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Family
 from meshwright.search.space.host_transfers import crossings
-from meshwright.search.space.layouts import Port, Prices, key_of, union
-from meshwright.search.space.nodes import NodeStates, node_states, strategy_of
+from meshwright.search.space.layouts import Prices, key_of
 from meshwright.search.space.parameters import (
-    ParameterStates,
     Storage,
     gather_seconds,
-    layout_of,
-    parameter_states,
-    storage_layout,
 )
 from meshwright.search.space.prune import alone, worth_keeping
-from meshwright.search.space.wiring import Edge, Ties, Variable, Wiring, is_kept
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice of a search, by names of the graph that it searched."""
-
-    strategies: Mapping[str, Strategy]
-    inputs: Mapping[str, TensorLayout]
-    hubs: Mapping[str, TensorLayout]
-    again: frozenset[str]
+from meshwright.search.space.variables import ArraySpace, Variables
+from meshwright.search.space.wiring import Edge, Ties
 
 
 @dataclass(frozen=True)
@@ -71,19 +52,7 @@ class Parts:
         return self.compute + self.communication + self.reduction
 
 
-@dataclass(frozen=True)
-class ArraySpace:
-    """States and prices of a space that were found otherwise (as arrays): its nodes, hubs and parameters by name,
-    `unary` and `pairs` by number as a space has them."""
-
-    nodes: Mapping[str, NodeStates]
-    hubs: Mapping[str, Port]
-    parameters: Mapping[str, ParameterStates]
-    unary: Sequence[np.ndarray]
-    pairs: Mapping[tuple[int, int], np.ndarray]
-
-
-class Space:
+class Space(Variables):
     """States and prices of a graph on a mesh, for one family of strategies."""
 
     def __init__(
@@ -105,59 +74,27 @@ class Space:
         """`codes` and what is `kept` are those of an earlier space of the same graph, mesh, cluster and `hosts`, the
         nodes that the host runs. `most`: the price of a choice that is known; a large space is then without the states
         that only dearer ones have (but for a few of each variable)."""
-        self.graph, self.factors, self.mesh, self.cluster, self.ties = (
+        super().__init__(
             graph,
             factors,
             mesh,
             cluster,
-            ties or Ties(),
+            family,
+            storage,
+            ties=ties,
+            codes=codes,
+            table=table,
+            kept=kept,
+            hosts=hosts,
         )
-        self.table = table or Table(mesh, cluster.prices)
-        self.values = kept.values if kept else values_of(graph, factors)
-        self.codes = dict(codes or all_codes(graph, factors, self.values, self.ties))
-        self.hosts = frozenset(hosts) if cluster.host_bytes_per_s else frozenset()
-        self.hosted = hosted_values(graph, self.hosts)
-        self.kept = kept or SharedResults(graph, self.values, self.codes, self.hosts)
-        self.wiring = self.kept.once("wiring", lambda: Wiring(graph, self.ties, self.codes))
-        self.variable: dict[Variable, int] = {v: number for number, v in enumerate(self.wiring.variables)}
-        self.known: dict[Hashable, object] = {}  # what functions have found out about it (`remembered.py`)
         if isinstance(family, ArraySpace):
-            self.nodes, self.hubs = dict(family.nodes), dict(family.hubs)
-            self.parameters = dict(family.parameters)
             self.unary, self.pairs = list(family.unary), dict(family.pairs)
             return
-        self.nodes: dict[str, NodeStates] = {
-            name: node_states(found, family, graph, mesh, cluster, self.kept.states, host=name in self.hosts)
-            for name, found in self.codes.items()
-        }
-        self.hubs: dict[str, Port] = {
-            name: union([self._end(*end) for end in ends]) for name, ends in self.wiring.hubs.items()
-        }
-        self.parameters: dict[str, ParameterStates] = {
-            name: self._parameter(name, [self._end(*end) for end in ends], storage)
-            for name, ends in self.wiring.parameters.items()
-        }
         self.unary: list[np.ndarray] = self._unary()  # float64[4, states]: see there
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
         if math.isfinite(most) and self._entries() > SPACE.prune_pairs:
             self._narrow(most)
         self._price_edges()
-
-    # ------------------------------------------------------------------------------------------------ variables
-
-    def _end(self, node: str, port: int) -> Port:
-        return self.nodes[node].ports[port]
-
-    def _parameter(self, name: str, ports: list[Port], storage: Storage) -> ParameterStates:
-        value, trained, whole = self.values[name], name in self.graph.needs_grad, is_kept(self.graph, name)
-
-        def make() -> ParameterStates:
-            return parameter_states(
-                value, ports, trained, whole, self.mesh, self.cluster, self.table, storage, host
-            )
-
-        host = name in self.hosted
-        return self.kept.parameter(ports, (value, trained, whole, storage, host), make)
 
     def _unary(self) -> list[np.ndarray]:
         """Per variable float64[4, states]: compute, blocking, what may hide, reductions."""
@@ -180,29 +117,7 @@ class Space:
             )
         return found
 
-    def owners(self, name: str) -> int:
-        """How many parameters of the model a parameter of the graph stands for."""
-        return self.wiring.owners[name]
-
     # ------------------------------------------------------------------------------------------------ prices
-
-    def want(self, node: str, port: int) -> Port:
-        """The layouts that a node asks for at a port."""
-        return self.nodes[self.ties.first(node)].inputs()[port]
-
-    def port(self, variable: tuple[str, str], port: int, *, gives: bool) -> Port:
-        """The layouts of a variable at one end of an edge."""
-        kind, name = variable
-        match kind:
-            case "hub":
-                return self.hubs[name]
-            case "parameter":
-                return self.parameters[name].use
-            case "whole":
-                axes = len(self.mesh.axes)
-                return Port(np.zeros((1, axes), np.int8), np.zeros((1, axes), bool))
-        states = self.nodes[name]
-        return states.outputs()[port] if gives else states.inputs()[port]
 
     @functools.cached_property
     def prices(self) -> Prices:
@@ -389,70 +304,3 @@ class Space:
     def size(self) -> int:
         """States of all variables."""
         return sum(parts.shape[1] for parts in self.unary)
-
-    # ------------------------------------------------------------------------------------------------ the choice
-
-    def choice(self, states: Sequence[int]) -> Choice:
-        """The strategies, storage and hubs that states stand for, for every name of the graph."""
-        first = self.ties.first
-        state = {variable: states[number] for variable, number in self.variable.items()}
-        strategies: dict[str, Strategy] = {}
-        made: dict[str, Strategy] = {}
-        for node in self.graph.nodes:
-            name = first(node.name)
-            if name not in made:
-                found = self.nodes[name]
-                made[name] = strategy_of(found.codes, found.rows[state["node", name]], self.mesh)
-            strategies[node.name] = made[name]
-        hubs: dict[str, TensorLayout] = {}
-        for value in self.graph.producers:
-            port = self.hubs.get(first(value))
-            if port is not None:
-                at = state["hub", first(value)]
-                hubs[value] = self._layout(value, port, at)
-        inputs: dict[str, TensorLayout] = {}
-        again: set[str] = set()
-        for entry in self.graph.inputs:
-            found = self.parameters.get(first(entry.name)) if entry.role == "parameter" else None
-            if found is None:
-                inputs[entry.name] = self._entry(entry.name, state)
-                continue
-            at = state["parameter", first(entry.name)]
-            stored, use = storage_layout(
-                self.factors.dims[entry.name],
-                self.values[entry.name],
-                found,
-                at,
-                self.mesh,
-                entry.name in self.graph.needs_grad,
-            )
-            inputs[entry.name] = stored
-            if stored != use or len(self.graph.consumers[entry.name]) > 1:
-                hubs[entry.name] = use
-            if found.again[at]:
-                again.add(entry.name)
-        return Choice(strategies, inputs, hubs, frozenset(again))
-
-    def _layout(self, value: str, port: Port, at: int) -> TensorLayout:
-        return layout_of(
-            self.factors.dims[value],
-            self.values[value],
-            port.forward[at],
-            port.grad[at],
-            self.mesh,
-            value in self.graph.needs_grad,
-        )
-
-    def _entry(self, name: str, state: Mapping[tuple[str, str], int]) -> TensorLayout:
-        """The layout of a batch tensor, buffer or constant: as all its readers want it, else replicated (a sharding is
-        free)."""
-        whole = TensorLayout(self.factors.dims[name])
-        replaced = {target for target, _ in self.graph.mutations}
-        entry = next(i for i in self.graph.inputs if i.name == name)
-        if entry.target in replaced:
-            return whole
-        found = set()
-        for node, port in self.graph.consumers[name]:
-            at = state["node", self.ties.first(node.name)]
-            found.add(self._layout(name, self.want(node.name, port), at).forward)
-        return found.pop() if len(found) == 1 and not next(iter(found)).partial else whole

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.search.space.build import ArraySpace
 from meshwright.search.space.layouts import Port
 from meshwright.search.space.nodes import NodeStates
 from meshwright.search.space.parameters import ParameterStates
+from meshwright.search.space.variables import ArraySpace
 from meshwright.search.vectorized.prices import Priced
 
 
