@@ -14,18 +14,9 @@ from meshwright.capture.fold import fold
 from meshwright.capture.forward import Forward, capture_forward
 from meshwright.capture.meta_init import Init, Initial, all_on_meta, check_absent
 from meshwright.capture.pytree import map_leaves
-from meshwright.checkpoint.weights import (
-    Weights,
-    confirmed,
-    open_weights,
-)
+from meshwright.checkpoint.weights import Weights, confirmed, open_weights
 from meshwright.checks.guards import Guards
-from meshwright.checks.rank_agreement import (
-    Agreed,
-    pack,
-    same_model,
-    unpack,
-)
+from meshwright.checks.rank_agreement import Agreed, pack, same_model, unpack
 from meshwright.checks.same_values import same_values
 from meshwright.compile import lower, with_model
 from meshwright.errors import MeshwrightError, RunError

@@ -14,22 +14,11 @@ from meshwright import heartbeat
 from meshwright.capture.forward import Forward, filled
 from meshwright.capture.meta_init import Init, check_absent, check_weights, temporary_of
 from meshwright.capture.pytree import leaves, literals
-from meshwright.checkpoint.weights import (
-    agree_on_path,
-    named_path,
-    open_weights,
-    read_weights,
-)
+from meshwright.checkpoint.weights import agree_on_path, named_path, open_weights, read_weights
 from meshwright.checks.guards import Guards
 from meshwright.checks.input_checks import check_capturable, check_ranks, check_switches, plan_from
 from meshwright.checks.model_checks import check_function
-from meshwright.checks.rank_agreement import (
-    device_of,
-    over_gloo,
-    own_device,
-    prepare,
-    source_of,
-)
+from meshwright.checks.rank_agreement import device_of, over_gloo, own_device, prepare, source_of
 from meshwright.compile import plan_captured, values_of
 from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout

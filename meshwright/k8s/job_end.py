@@ -18,14 +18,7 @@ from meshwright.k8s.conditions import (
     time_of,
     with_conditions,
 )
-from meshwright.k8s.records import (
-    DONE,
-    Action,
-    Decision,
-    Delete,
-    DeleteJob,
-    Pod,
-)
+from meshwright.k8s.records import DONE, Action, Decision, Delete, DeleteJob, Pod
 
 
 def ending(

@@ -24,13 +24,7 @@ from meshwright.loss.evaluation import evaluating
 from meshwright.loss.example_count import Share, Weight, examples, examples_of_each, weight_of
 from meshwright.loss.loss_value import AFTER_BACKWARD, Loss, trainable
 from meshwright.parameter_server.server_optimizers import Optimizers, check_equal, check_update, declared
-from meshwright.parameter_server.server_weights import (
-    ServerWeights,
-    check_free,
-    not_copied,
-    seldom,
-    values_of,
-)
+from meshwright.parameter_server.server_weights import ServerWeights, check_free, initial, not_copied, seldom
 from meshwright.runtime.equal_start import start_equal
 from meshwright.runtime.mean_gradients import mean_gradients
 from meshwright.runtime.rendezvous import launched_rank, launched_world, load_compiler
@@ -117,7 +111,7 @@ class ServerStep:
         self.rank, self.workers = number, count
         self.worker = Worker(transport, number, declare)
         if number == 0:
-            self.worker.fill(lambda name, rows: values_of(named[name], name in by_rows, rows))
+            self.worker.fill(lambda name, rows: initial(named[name], name in by_rows, rows))
         self.worker.join()
         of_job.JOBS.add(job)
         self._begun_at = of_job.goes_on(self.worker, declare)
@@ -152,9 +146,8 @@ class ServerStep:
             """Only what a step lacks comes here. Raises AttributeError, which names what to write instead."""
             from meshwright.core.other_systems import OF_A_SERVER_STEP
 
-            hint = OF_A_SERVER_STEP.get(name) or did_you_mean(
-                name, [n for n in dir(type(self)) if n[0] != "_"]
-            )
+            has = [n for n in dir(type(self)) if n[0] != "_"]
+            hint = OF_A_SERVER_STEP.get(name) or did_you_mean(name, has)
             raise AttributeError(f"a step with parameters on servers has no {name!r}; {hint}", name=name)
 
     @functools.cached_property
@@ -248,9 +241,8 @@ class ServerStep:
         options = {name: self._optimizers.options(name) for name in self.worker.parameters}
         changed = {name: now for name, now in options.items() if now != self._sent.get(name)}
         limit = self.worker.declare.limit
-        self.worker.push(
-            weight, dense, rows, changed, told, 0.0 if limit is None else self._weights.squares()
-        )
+        squares = 0.0 if limit is None else self._weights.squares()
+        self.worker.push(weight, dense, rows, changed, told, squares)
         self._sent = options
         self._weights.clip(self.worker.norm, limit)
         self._optimizers.step()

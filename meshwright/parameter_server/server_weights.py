@@ -326,7 +326,7 @@ def seldom(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def values_of(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
+def initial(parameter: torch.Tensor, table: bool, rows: range) -> torch.Tensor:
     """Initial values of a parameter, on the host: all, or of some rows of a table."""
     values = parameter.detach().cpu()
     return values[rows.start : rows.stop] if table else values
@@ -343,4 +343,4 @@ def _no_load(*_: Any) -> NoReturn:
     )
 
 
-__all__ = ["ServerWeights", "check_free", "not_copied", "seldom", "values_of"]
+__all__ = ["ServerWeights", "check_free", "not_copied", "seldom", "initial"]

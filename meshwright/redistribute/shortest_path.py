@@ -15,15 +15,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwright.core.layout import (
-    Cat,
-    Dim,
-    TensorLayout,
-    dim_axes,
-    leaves,
-    map_leaves,
-    normalize_dim,
-)
+from meshwright.core.layout import Cat, Dim, TensorLayout, dim_axes, leaves, map_leaves, normalize_dim
 from meshwright.core.mesh import Mesh
 from meshwright.errors import LayoutError
 from meshwright.redistribute.axis_runs import (

@@ -39,15 +39,7 @@ from meshwright.checks.rank_agreement import (
     unpack,
 )
 from meshwright.checks.same_values import same_values
-from meshwright.compile import (
-    Loss,
-    captured_of,
-    default_loss,
-    lower,
-    plan_captured,
-    values_of,
-    with_model,
-)
+from meshwright.compile import Loss, captured_of, default_loss, lower, plan_captured, values_of, with_model
 from meshwright.core.cycles import rare_collection
 from meshwright.core.techniques import Options, options_beside
 from meshwright.cost.cluster import Cluster

@@ -16,9 +16,7 @@ from meshwright.checkpoint.load import Loaded, load, resume
 from meshwright.checkpoint.memory import Copies, key_of, machines_of
 from meshwright.checkpoint.recover import recover
 from meshwright.checkpoint.save import Saves
-from meshwright.checks.input_checks import (
-    check_switches,
-)
+from meshwright.checks.input_checks import check_switches
 from meshwright.checks.model_checks import check_function, check_model
 from meshwright.errors import RunError
 from meshwright.generate import Generator

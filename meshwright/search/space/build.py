@@ -29,10 +29,7 @@ from meshwright.search.space.codes import NodeCodes
 from meshwright.search.space.families import Family
 from meshwright.search.space.host_transfers import crossings
 from meshwright.search.space.layouts import Prices, key_of
-from meshwright.search.space.parameters import (
-    Storage,
-    gather_seconds,
-)
+from meshwright.search.space.parameters import Storage, gather_seconds
 from meshwright.search.space.prune import alone, worth_keeping
 from meshwright.search.space.variables import ArraySpace, Variables
 from meshwright.search.space.wiring import Edge, Ties
