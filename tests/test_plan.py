@@ -301,58 +301,6 @@ def test_hubs_that_do_not_fit_the_model_are_refused(change: Any, what: str, why:
     assert what in caught.value.what and why in caught.value.why
 
 
-# ---------------------------------------------------------------- equal layers, said twice
-
-
-def deep(depth: int = 5) -> Any:
-    return mlp.build(depth=depth)
-
-
-def test_equal_layers_are_said_twice_and_read_back_as_all() -> None:
-    built_deep = deep()
-    model, batch, loss = built_deep
-    captured = captured_of(model, batch, loss)
-    pins = {"up.*": {"n": "tp"}}
-    full = with_hubs(
-        mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="sharding_propagation", pins=pins)
-    )
-    full = replace(full, again=frozenset(full.hubs))
-    folds = [(b.start, b.length, b.repeats) for b in captured.folding.blocks]
-    assert [r for _, _, r in folds] == [5]
-    plan = full.folded(captured.graph, folds)
-    text = plan.to_json()
-    data = json.loads(text)
-    assert "up_1_weight" in data["hubs"] and "up_2_weight" not in {
-        *data["hubs"],
-        *data["inputs"],
-        *data["again"],
-    }
-    assert len(full.strategies) - len(data["nodes"]) == 3 * folds[0][1]
-    loaded = Plan.from_json(text)
-    assert "equal layers" in loaded.explain()
-    assert loaded.check(captured.graph) == plan and replace(plan, folds=()) == replace(full, folds=())
-    assert loaded.check(captured.graph).to_json() == text
-    mw.verify(model, batch, loss=loss, plan=loaded).raise_if_different()
-    # Deeper models make longer files only by their folds.
-    assert Plan.from_json(text).strategies.keys() < full.strategies.keys()
-
-
-def test_a_layer_that_differs_is_said_in_full() -> None:
-    model, batch, loss = deep()
-    captured = captured_of(model, batch, loss)
-    folds = [(b.start, b.length, b.repeats) for b in captured.folding.blocks]
-    full = with_hubs(mw.plan(model, batch, loss=loss, mesh={"dp": 2, "tp": 2}, mode="sharding_propagation"))
-    for odd in (
-        replace(full, again=frozenset({"up_3_weight"})),
-        replace(full, again=frozenset({"up_1_weight"})),
-        replace(full, hubs={k: v for k, v in full.hubs.items() if k != "up_4_weight"}, again=frozenset()),
-        replace(full, inputs={**full.inputs, "up_4_weight": TensorLayout.replicated((96, 24))}),
-        full.pin("up.3", n="tp"),
-    ):
-        read = Plan.from_json(odd.folded(captured.graph, folds).to_json()).check(captured.graph)
-        assert replace(read, folds=()) == replace(odd, folds=())
-
-
 # ---------------------------------------------------------------- explain and pin
 
 
