@@ -20,7 +20,8 @@ from meshwright.core.graph import Graph, Node, Ref, map_refs
 from meshwright.examples import gpt, llama, recommender
 from tests.breadth import first
 from tests.ops.prove import CPU, Sample, argument, sample
-from tests.ops.samples import SAMPLES, f
+from tests.ops.sample_calls import f
+from tests.ops.samples import SAMPLES
 
 F32 = torch.float32
 # Operators that have a normal form and no rule.

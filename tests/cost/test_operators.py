@@ -13,7 +13,8 @@ from meshwright.cost.operator_tables import UNFUSED
 from meshwright.cost.operators import work
 from meshwright.ops.table import rule_of
 from tests.ops.prove import Sample, plain, sample, type_of
-from tests.ops.samples import SAMPLES, T, f, i
+from tests.ops.sample_calls import T, f, i
+from tests.ops.samples import SAMPLES
 
 F32 = torch.float32
 

@@ -10,7 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.ops.saved import has_line, saved
 from tests.ops.prove import Sample, plain, sample, type_of
-from tests.ops.samples import SAMPLES, b, i
+from tests.ops.sample_calls import b, i
+from tests.ops.samples import SAMPLES
 
 # Samples for which the table is not exact, with why: (operator, number of the sample).
 MISSES = {
