@@ -50,7 +50,7 @@ ROWS = {
 def run_row(name: str, profile: Path | None) -> dict[str, Any]:
     """What a row measures, as plain data."""
     from bench.models import opened
-    from bench.search import _warm
+    from bench.search_rows import warm
     from meshwright.compile import plan_captured
     from meshwright.cost.cluster import Cluster
     from meshwright.planning.search_request import request_for
@@ -58,7 +58,7 @@ def run_row(name: str, profile: Path | None) -> dict[str, Any]:
     row = ROWS[name]
     found = opened(row.model, batch=row.batch, sequence=row.sequence)
     cluster = Cluster.preset("h100", nodes=row.ranks // 8)
-    _warm(cluster)
+    warm(cluster)
     before, started = _peak_bytes(), time.perf_counter()
     events: list[tuple[float, str, float | None, float | None]] = []
 

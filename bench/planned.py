@@ -71,13 +71,13 @@ def plan_row(row: Row) -> dict[str, Any]:
     """What planning a captured row takes and finds, as plain data."""
     import meshwright as mw
     from bench.models import CACHE, built_from
-    from bench.search import _warm
+    from bench.search_rows import warm
     from meshwright.compile import captured_of
 
     model, batch, loss = built_from(row.config, row.batch, row.sequence)
     captured_of(model, batch, loss, CACHE)
     cluster = mw.Cluster.preset("h100", nodes=max(1, row.ranks // 8), ranks_per_node=min(8, row.ranks))
-    _warm(cluster)
+    warm(cluster)
     prices: list[tuple[float, float]] = []
     began, started = time.perf_counter(), time.process_time()
 
