@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from meshwright.capture.capture import Captured, capture
 from meshwright.capture.fold import fold
-from meshwright.capture.interpret import bind, interpret
 from meshwright.capture.widen import widen, widened_eager
 from meshwright.core.folding import Block, Folding
 
-__all__ = ["Block", "Captured", "Folding", "bind", "capture", "fold", "interpret", "widen", "widened_eager"]
+__all__ = ["Block", "Captured", "Folding", "capture", "fold", "widen", "widened_eager"]

@@ -1,4 +1,4 @@
-"""Run a graph with plain torch operators: the meaning of a captured program, for tests and for proving masks."""
+"""Runs nodes of a graph with plain torch operators."""
 
 from __future__ import annotations
 
@@ -9,120 +9,22 @@ from typing import Any
 import torch
 
 from meshwright.capture.convert import LONG
-from meshwright.capture.pytree import leaves
-from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.core.graph import Device, Dtype, Node, Ref
 from meshwright.errors import CaptureError
 
 
-def bind(
-    graph: Graph, constants: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
-) -> dict[str, torch.Tensor]:
-    """Return the tensor of each input, by name: from the model, the batch or the constants."""
-    known = {
-        "parameter": dict(model.named_parameters(remove_duplicate=False)),
-        "buffer": dict(model.named_buffers(remove_duplicate=False)),
-        "constant": constants,
-        "batch": dict(leaves(batch)),
-    }
-    return {i.name: known[i.role][i.target] for i in graph.inputs}
+def run(nodes: Iterable[Node], known: dict[str, torch.Tensor]) -> None:
+    """Run nodes in order on the CPU, adding their values to `known`."""
+    for node in nodes:
+        args, kwargs = arguments(node, known)
+        kwargs.pop("seed", None)
+        result = operator_named(node.op, node.where)(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        known.update(zip(node.values, results, strict=True))
 
 
-Dropout = Callable[[torch.Tensor, float, int], torch.Tensor]
-
-
-def interpret(
-    graph: Graph,
-    values: Mapping[str, torch.Tensor],
-    *,
-    dropout: Dropout | None = None,
-    attention: Callable[..., torch.Tensor] | None = None,
-    device: str | torch.device = "cpu",
-) -> dict[str, torch.Tensor]:
-    """Run a graph on tensors by input name; return tensors by output label or mutated buffer. Autograd works.
-
-    `dropout(x, p, slot)` replaces ``meshwright.dropout`` (by default torch's own) and `attention(*args, seed=slot,
-    **kwargs)` replaces attention with dropout.
-    """
-    known = dict(values)
-    special: dict[str, Callable[..., Any]] = {
-        "meshwright.dropout": dropout or (lambda x, p, slot: torch.nn.functional.dropout(x, p)),
-        "meshwright.dropout_mask": lambda y: y != 0,
-        "meshwright.expert_linear": _expert_linear,
-        "meshwright.experts": _experts,
-        "meshwright.embedding_bag": _embedding_bag,
-    }
-    run(graph.nodes, known, special=special, attention=attention, device=device)
-    return {label: known[value] for label, value in (*graph.outputs, *graph.mutations)}
-
-
-def _expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Multiply each row by the matrix of each of its experts, one by one: slow, and obviously correct."""
-    rows = x.repeat_interleave(len(experts) // max(len(x), 1), dim=0)
-    return torch.bmm(rows[:, None], weight[experts])[:, 0]
-
-
-def _experts(
-    x: torch.Tensor,
-    up: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate: str,
-    constants: tuple[float, ...] = (),
-) -> torch.Tensor:
-    """Take each row through the matrices of each of its experts, then sum over its choices."""
-    inner = _expert_linear(x, up, experts)
-    inner = _gated(inner if up_bias is None else inner + up_bias[experts], gate, constants)
-    outer = _expert_linear(inner, down, experts)
-    outer = (outer if down_bias is None else outer + down_bias[experts]) * weights[:, None]
-    return outer.view(len(x), -1, outer.shape[1]).sum(1)
-
-
-def _gated(inner: torch.Tensor, gate: str, constants: tuple[float, ...]) -> torch.Tensor:
-    if gate == "interleaved":
-        alpha, limit = constants
-        first, second = inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
-        return first * torch.sigmoid(alpha * first) * (second + 1)
-    if gate.endswith("_gated"):
-        first, second = inner.chunk(2, dim=1)
-        return _gated(first, gate.removesuffix("_gated"), constants) * second
-    match gate:
-        case "gelu_tanh":
-            return torch.nn.functional.gelu(inner, approximate="tanh")
-        case "relu_squared":
-            return inner.relu() ** 2
-    return getattr(torch.nn.functional, gate)(inner)
-
-
-def _embedding_bag(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    mode: str,
-    padding: int | None,
-) -> torch.Tensor:
-    """Look every row up, then reduce those of a bag: with more memory than torch needs, and obviously correct."""
-    counted = torch.ones_like(ids, dtype=torch.bool) if padding is None else ids != padding
-    rows, counted = table[ids], counted[..., None]
-    if mode == "max":
-        most = rows.masked_fill(~counted, -torch.inf).amax(1)
-        return torch.where(counted.any(1), most, 0)
-    rows = rows * counted if weights is None else rows * counted * weights[..., None]
-    return rows.sum(1) / counted.sum(1).clamp(min=1) if mode == "mean" else rows.sum(1)
-
-
-def run(
-    nodes: Iterable[Node],
-    known: dict[str, torch.Tensor],
-    *,
-    special: Mapping[str, Callable[..., Any]] | None = None,
-    attention: Callable[..., torch.Tensor] | None = None,
-    device: str | torch.device = "cpu",
-) -> None:
-    """Run nodes in order, adding their values to `known`."""
+def arguments(node: Node, known: Mapping[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Return what torch's operator is called with."""
 
     def argument(value: Any) -> Any:
         match value:
@@ -131,22 +33,12 @@ def run(
             case Dtype():
                 return LONG[value.name]
             case Device():
-                return torch.device(device)
+                return torch.device("cpu")
             case tuple():
                 return [argument(v) for v in value]
         return value
 
-    for node in nodes:
-        kwargs = {k: argument(v) for k, v in node.kwargs}
-        function = (special or {}).get(node.op) or operator_named(node.op, node.where)
-        if "seed" in kwargs:
-            if attention is not None:
-                function = attention
-            else:
-                del kwargs["seed"]
-        result = function(*(argument(a) for a in node.args), **kwargs)
-        results = result if isinstance(result, tuple | list) else (result,)
-        known.update(zip(node.values, results, strict=True))
+    return [argument(a) for a in node.args], {k: argument(v) for k, v in node.kwargs}
 
 
 @functools.cache
@@ -166,3 +58,6 @@ def operator_named(name: str, where: str = "") -> Callable[..., Any]:
             hint="import the module that registers it",
         ) from None
     return found
+
+
+__all__ = ["arguments", "operator_named", "run"]

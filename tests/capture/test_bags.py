@@ -8,7 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.capture import capture
-from meshwright.capture.interpret import bind, interpret
+from tests.capture.run_graph import bind, interpret
 
 BAG = "meshwright.embedding_bag"
 

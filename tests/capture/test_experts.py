@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from meshwright.capture import Captured
-from meshwright.capture.interpret import bind, interpret
 from meshwright.compile import captured_of
 from meshwright.core.mesh import Mesh
 from meshwright.runtime.communicator import Alone
 from meshwright.runtime.kernels import kernel
 from meshwright.runtime.rank import Rank
+from tests.capture.run_graph import bind, interpret
 
 ROWS, WIDTH, EXPERTS, CHOICES = 12, 16, 4, 2
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture import Captured, bind, capture, interpret, widen, widened_eager
+from meshwright.capture import Captured, capture, widen, widened_eager
 from meshwright.capture.pytree import map_leaves
 from meshwright.core.graph import Graph, verify
 from meshwright.core.graph_text import parse
 from meshwright.examples import gpt, mlp, recommender
 from meshwright.examples.zoo import NAMES, hugging_face
 from tests.breadth import first
+from tests.capture.run_graph import bind, interpret
 
 EXAMPLES = {"mlp": mlp.build, "gpt": gpt.build, "recommender": recommender.build}
 FULL = ("gpt2", "qwen3", "vit")  # layers like those of gpt, llama and bert

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.search.solve import Builder, Memory, Problem
+from meshwright.search.solve import Memory, Problem
+from tests.search.builder import Builder
 
 SHAPES = ("chain", "tree", "cycle", "joins", "shared", "random", "loose")
 

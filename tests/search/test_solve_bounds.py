@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from meshwright.search.budget import SOLVE
-from meshwright.search.solve import Builder, NoStates, Problem, Solution, completed, eliminate, solve
+from meshwright.search.solve import NoStates, Problem, Solution, completed, eliminate, solve
 from meshwright.search.solve.trws import Sweeps, consistent
+from tests.search.builder import Builder
 from tests.search.drawn import draw
 from tests.search.oracle import brute_force, integer_program
 

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from meshwright.search.solve import Builder, NoStates, Problem, eliminate, estimate
+from meshwright.search.solve import NoStates, Problem, eliminate, estimate
+from tests.search.builder import Builder
 from tests.search.drawn import draw
 from tests.search.oracle import brute_force, integer_program
 

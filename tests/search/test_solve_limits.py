@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from meshwright.search.solve import Builder, LimitedSolution, Memory, NoStates, Problem, solve, solve_limited
+from meshwright.search.solve import LimitedSolution, Memory, NoStates, Problem, solve, solve_limited
 from meshwright.search.solve.multipliers import multipliers
 from meshwright.search.solve.repair import Moves, mixes
+from tests.search.builder import Builder
 from tests.search.drawn import draw, draw_memory
 from tests.search.oracle import brute_force
 

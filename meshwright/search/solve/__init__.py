@@ -3,7 +3,7 @@
 from meshwright.search.solve.bounds import Solution, completed, solve
 from meshwright.search.solve.eliminate import Eliminated, Estimate, eliminate, estimate
 from meshwright.search.solve.lagrange import LimitedSolution, solve_limited
-from meshwright.search.solve.problem import Builder, Memory, NoStates, Problem, skipping_unproven
+from meshwright.search.solve.problem import Memory, NoStates, Problem, skipping_unproven
 
 __all__ = [
     "solve",
@@ -12,7 +12,6 @@ __all__ = [
     "solve_limited",
     "LimitedSolution",
     "Problem",
-    "Builder",
     "Memory",
     "NoStates",
     "skipping_unproven",
