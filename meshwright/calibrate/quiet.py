@@ -19,10 +19,10 @@ SPIN_SECONDS = 0.04  # some ten slices of the kernel's scheduler
 _BLOCK = bytes(1 << 20)  # a checksum of this much leaves the interpreter's lock, for well below a millisecond
 
 
-def spin(seconds: float = SPIN_SECONDS) -> float:
+def spin() -> float:
     """Wall over processor time of one thread that computes."""
     wall, processor = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall < seconds:
+    while time.perf_counter() - wall < SPIN_SECONDS:
         zlib.crc32(_BLOCK)
     return (time.perf_counter() - wall) / max(time.thread_time() - processor, 1e-9)
 

@@ -33,9 +33,9 @@ def allowed() -> frozenset[int]:
     return frozenset(known)
 
 
-def numa_nodes(folder: Path = NUMA) -> list[frozenset[int]]:
+def numa_nodes() -> list[frozenset[int]]:
     """The cores of each NUMA node that has some; all of them as one where the machine does not say."""
-    paths = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda p: int(p.parent.name[4:]))
+    paths = sorted(NUMA.glob("node[0-9]*/cpulist"), key=lambda p: int(p.parent.name[4:]))
     texts = [path.read_text().strip() for path in paths]
     return [parse_cores(text) for text in texts if text] or [allowed()]
 

@@ -79,12 +79,12 @@ def port_number(text: str | int, option: str) -> int:
     return number
 
 
-def ranks_of_nodes(text: str, option: str = "--nproc") -> tuple[int, ...]:
+def ranks_of_nodes(text: str) -> tuple[int, ...]:
     """``8`` of each node, or ``8,8,4``: of each its own."""
     words = text.split(",")
     if not all(re.fullmatch(r"\s*[+-]?\d+\s*", word) for word in words):
         raise LaunchError(
-            f"{option} is {text!r}", why="it must be a whole number of processes", hint=f"{option} 4"
+            f"--nproc is {text!r}", why="it must be a whole number of processes", hint="--nproc 4"
         )
     return tuple(map(int, words))
 

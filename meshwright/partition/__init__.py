@@ -30,7 +30,7 @@ from meshwright.partition.stages import Places, Stage, cut_stages, flights_withi
 from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
 from meshwright.plan.check import check_shardings
 from meshwright.plan.plan import Plan
-from meshwright.redistribute import TWO_CORE_GLOO, Prices
+from meshwright.redistribute import TWO_CORE_GLOO
 
 T = TypeVar("T")
 
@@ -165,8 +165,8 @@ class Partition:
         return name if name in self.factors.sites else name.rpartition("_k")[0]
 
 
-def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partition:
-    """Partition a graph by a plan, with the cheapest reshards by `prices` (by default those stored in the plan).
+def partition(graph: Graph, plan: Plan) -> Partition:
+    """Partition a graph by a plan, with the cheapest reshards by the prices that are stored in it.
 
     Raises PlanError when the plan belongs to another graph, or has micro-batches that are impossible.
     """
@@ -174,16 +174,16 @@ def partition(graph: Graph, plan: Plan, prices: Prices | None = None) -> Partiti
     factors = factors_of(graph)
     check_shardings(plan, factors)
     if plan.own:
-        own = tuple(_one(graph, factors, one, prices) for one in plan.own)
+        own = tuple(_one(graph, factors, one) for one in plan.own)
         return replace(own[0], requested=plan, own=own)
-    return _one(graph, factors, plan, prices)
+    return _one(graph, factors, plan)
 
 
-def _one(graph: Graph, factors: Factors, plan: Plan, prices: Prices | None) -> Partition:
+def _one(graph: Graph, factors: Factors, plan: Plan) -> Partition:
     """Partition on one mesh."""
     timed = in_time(graph, factors, plan)
     try:
-        resharded = insert_reshards(graph, factors, timed, prices or plan.prices or TWO_CORE_GLOO)
+        resharded = insert_reshards(graph, factors, timed, plan.prices or TWO_CORE_GLOO)
     except LayoutError as error:
         whole = full_batch_readers(graph, factors) if timed is not plan else []
         if not whole:

@@ -44,14 +44,9 @@ def step_tasks(
     optimizer_states: int = 2,
     *,
     bucket_bytes: BucketBytes | None = None,
-    programs: int | None = None,
 ) -> tuple[Task, ...]:
-    """Return the tasks of one training step in the order in which the host issues them.
-
-    `programs`: instead, those of a step with so many micro-batches of equal size (or groups of interleaved
-    half-batches).
-    """
-    return Lister(parts, cluster, optimizer_states).tasks(programs, bucket_bytes)
+    """Return the tasks of one training step in the order in which the host issues them."""
+    return Lister(parts, cluster, optimizer_states).tasks(bucket_bytes=bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,11 @@ class Lister:
     optimizer_states: int = 2
 
     def issued(self, programs: int | None = None) -> Issued:
-        """Return the step before its buckets are filled. `programs`: as in `step_tasks`."""
+        """Return the step before its buckets are filled.
+
+        `programs`: instead, that of a step with so many micro-batches of equal size (or groups of interleaved
+        half-batches).
+        """
         count = programs_in_time(self.parts) if programs is None else programs
         if count <= 3:
             return self._listed(count)
@@ -73,7 +72,7 @@ class Lister:
         return self._listed(count) if longer is None else longer
 
     def tasks(self, programs: int | None = None, bucket_bytes: BucketBytes | None = None) -> tuple[Task, ...]:
-        """Return the tasks of the step."""
+        """Return the tasks of the step. `programs`: as in `issued`."""
         return filled(self.issued(programs), self.parts, self.cluster, bucket_bytes=bucket_bytes)
 
     @functools.cached_property

@@ -87,12 +87,6 @@ class Timeline:
             if stream in task.streams
         )
 
-    @property
-    def busy_share(self) -> dict[str, float]:
-        """Return, by stream, the share of the step in which it is occupied."""
-        whole = self.step_seconds
-        return {s: self.busy_seconds(s) / whole if whole else 0.0 for s in self.streams}
-
 
 def play(tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE) -> Timeline:
     """Simulate a list of tasks. `slowdown`: factors (at least 1) of ``compute`` and ``collective`` while the other

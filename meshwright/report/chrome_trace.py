@@ -40,12 +40,12 @@ class Process:
     threads: Mapping[str, Sequence[Slice]]
 
 
-def save_trace(timeline: Timeline, path: str | Path, title: str = "predicted step") -> None:
+def save_trace(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline as a trace file (UTF-8 JSON)."""
-    save(trace(timeline, title), path)
+    save(trace(timeline), path)
 
 
-def trace(timeline: Timeline, title: str = "predicted step") -> dict[str, Any]:
+def trace(timeline: Timeline) -> dict[str, Any]:
     """Return the trace of a timeline as JSON data."""
     summary = {
         "step_seconds": timeline.step_seconds,
@@ -53,7 +53,7 @@ def trace(timeline: Timeline, title: str = "predicted step") -> dict[str, Any]:
         "exposed_seconds": timeline.exposed_seconds,
         "hidden_seconds": timeline.hidden_seconds,
     }
-    return written([timeline_process(timeline, title)], summary)
+    return written([timeline_process(timeline, "predicted step")], summary)
 
 
 def timeline_process(timeline: Timeline, title: str) -> Process:

@@ -385,8 +385,8 @@ def plan_view(parts: Partition, *, every: bool = False) -> Group:
     return Group(*(tables or [plan_table(parts, every=every), Text("")]), *sentences)
 
 
-def plan_text(parts: Partition, *, every: bool = False, width: int = 240) -> str:
+def plan_text(parts: Partition) -> str:
     """Return `plan_view` as plain text."""
     out = StringIO()
-    Console(file=out, width=width, no_color=True, highlight=False).print(plan_view(parts, every=every))
+    Console(file=out, width=240, no_color=True, highlight=False).print(plan_view(parts))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

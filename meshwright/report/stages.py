@@ -72,9 +72,9 @@ def _seconds(claims: Sequence[Mapping[str, Any]], number: int) -> str:
     return f"; {', '.join(ways)} of a micro-batch"
 
 
-def drawing(plan: Plan, width: int = WIDTH) -> str:
+def drawing(plan: Plan) -> str:
     """Return the schedule as bars, by predicted seconds if the plan has them, else with equally long stages."""
-    return draw(claimed(plan), width)
+    return draw(claimed(plan), WIDTH)
 
 
 def run_at(parts: Partition, place: PipelineRank) -> frozenset[str]:

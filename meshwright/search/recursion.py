@@ -66,17 +66,16 @@ def recursive_programming(
     mesh: Mesh,
     *,
     inner: str = "exact",
-    sweeps: int = RECURSION.sweeps,
     problem: Callable[[Space], Problem] | None = None,
     vectorized: MakePriced | None = None,
 ) -> Recursed:
-    """Solve turn after turn, then refine until a sweep gains next to nothing (at most `sweeps` refining ones).
+    """Solve turn after turn, then refine until a sweep gains next to nothing, at most `RECURSION.sweeps` times.
 
     `make` builds the space of a family; `inner` is ``exact`` or ``greedy``, which is not refined; `problem` is what is
     minimised in a space, by default its price. With `vectorized` the same is found and minimised as arrays.
     """
     if vectorized is not None and inner != "greedy":
-        return _as_arrays(vectorized, make, mesh, sweeps)
+        return _as_arrays(vectorized, make, mesh)
     rows: dict[str, np.ndarray] = {}
     objective, axes = problem or Space.problem, len(mesh.axes)
 
@@ -94,7 +93,7 @@ def recursive_programming(
         states = greedy(asked) if inner == "greedy" else eliminate(asked).states
         best = take(space, states, asked.price(states), 1)
     assert best is not None
-    for sweep in range(2, 2 + (sweeps if inner != "greedy" and axes > 1 else 0)):
+    for sweep in range(2, 2 + (RECURSION.sweeps if inner != "greedy" and axes > 1 else 0)):
         before = best.price
         space = make(one_change(axes, fixed))
         asked = objective(space)
@@ -106,12 +105,12 @@ def recursive_programming(
     return best
 
 
-def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh, sweeps: int) -> Recursed:
+def _as_arrays(priced: MakePriced, make: MakeSpace, mesh: Mesh) -> Recursed:
     """The recursion over isomorphic nodes, refined by some axes after the others, and a space of what was found."""
     now: Rows | None = None
     order = again = turns(mesh)
     best, last, sweep = math.inf, order[-1], 1
-    for sweep in range(1, 2 + sweeps):
+    for sweep in range(1, 2 + RECURSION.sweeps):
         before = best
         for turn in order if sweep == 1 else again:
             if sweep > 1 and turn == last:  # nothing has changed since

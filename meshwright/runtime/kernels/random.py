@@ -131,17 +131,9 @@ def keep_mask(
     return uniform(rank, slot, layout_text, torch.float32, device) >= p
 
 
-def exact_dropout_mask(
-    shape: Sequence[int],
-    p: float,
-    seed: int,
-    slot: int,
-    step: int = 0,
-    indices: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Draw the mask of exact mode for a full tensor, or for the elements with these row-major indices."""
-    if indices is None:
-        indices = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
+def exact_dropout_mask(shape: Sequence[int], p: float, seed: int, slot: int, step: int = 0) -> torch.Tensor:
+    """Draw the mask of exact mode for a full tensor."""
+    indices = torch.arange(math.prod(shape), dtype=torch.int64).reshape(tuple(shape))
     return uniform_at(indices, mix(seed, slot, step)) >= p
 
 
