@@ -76,6 +76,41 @@ def test_without_all_to_all_a_split_moves_through_the_whole():
     assert kinds("[12/a, 8]", "[12, 8/a]", prices=RING.without("all_to_all")) == ["all_gather(a)", "slice(a)"]
 
 
+# Two ranks of a fast axis send over the slow link at once, so one collective over both is the cheaper one.
+ACROSS = Prices.of({
+    kind: {"slow": (0.0, 1.0), "fast": (0.0, 3.0)} for kind in ("all_reduce", "reduce_scatter", "all_gather")
+})  # fmt: skip
+LINKED = Mesh.of(a=2, b=2, c=2, d=2).linked({"a": "slow", "b": "fast", "c": "fast", "d": "fast"})
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "steps"),
+    [
+        # only what ends replicated, and not the slice that stays
+        ("[16/a, 16/b, 16]", "[16, 16, 16/c]", ["slice(c)", "all_gather(b,a)"]),
+        # from the top of one dim down, but nothing of the others
+        ("[16/a, 16/b, 16/c]", "[16/d, 16, 16]",
+         ["slice(d)", "all_gather(a,d)", "slice(d)", "all_gather(c,b)"]),
+        # everything: what splits one part of a concatenation cannot be padded
+        ("[{8/b | 8}, 16/a]", "[16, 16] partial b", ["all_gather(b,a)", "mask(b)"]),
+        # all but what is padded where it stands
+        ("[16/a.b, 16/d, 16/c]", "[16, 16, 16] partial b.c", ["all_gather(d,a,b)", "mask(b)", "pad(c)"]),
+        # all but what is padded, also what is split elsewhere
+        ("[16, 16/a, 16/c.d]", "[16/a.b, 16/c, 16] partial d",
+         ["slice(b)", "all_gather(b,a)", "slice(a,b)", "pad(d)", "all_gather(c)", "slice(c)"]),
+        # all sums that have their place already
+        ("[16, 16, (3/c 2)] partial a.b.d", "[16/a, 16/b, (2/d 3)]",
+         ["reduce_scatter(a,b)", "all_gather(c)", "reduce_scatter(d)"]),
+        # all sums, also one that has no place yet
+        ("[16, 16, (3/c 2)] partial a.b.d", "[16, 16, (2/d 3)]",
+         ["all_reduce(a,b,d)", "all_gather(c)", "slice(d)"]),
+    ],
+)  # fmt: skip
+def test_the_search_sends_together_what_crosses_two_links(src, dst, steps):
+    found = redistribute(parse_layout(src), parse_layout(dst), LINKED, 4, ACROSS, exact=True)
+    assert [f"{s.kind}({','.join(s.axes)})" for s in found] == steps
+
+
 def test_a_table_without_a_way_says_so():
     with pytest.raises(LayoutError, match="no collective of the price table"):
         kinds("[12/a]", "[12]", prices=RING.without("all_gather", "all_to_all"))

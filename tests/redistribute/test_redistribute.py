@@ -24,7 +24,7 @@ from meshwright.redistribute.axis_runs import axes_of
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
 from meshwright.redistribute.shortest_path import _Problem
-from meshwright.redistribute.slices import Grid
+from meshwright.redistribute.slices import Grid, Selection, grids_of
 from tests.redistribute.rates import GLOO_LIKE, RING
 
 # ------------------------------------------------------------------------------------------- what hypothesis draws
@@ -334,3 +334,22 @@ def test_the_price_searched_with_is_the_price_of_the_steps(problem, prices):
     for move in search._moves(search.start):
         step = Step(move.kind, axes_of(move.runs), search._layout(search.start), search._layout(move.after))
         assert search._seconds(search.start, move) == pytest.approx(step_seconds(step, mesh, 4, prices))
+
+
+@pytest.mark.parametrize(
+    ("starts", "views"),
+    [
+        ((0, 2, 4, 6), 1),
+        ((0, 2, 5, 7), 2),  # the third is further off than the second
+        ((3, 3, 3, 3), 1),
+        ((6, 4, 2, 0), 4),  # a view cannot go backwards
+    ],
+)
+def test_members_at_equal_distances_are_one_view(starts, views):
+    x = np.arange(8)
+    grids = grids_of([Selection((((start, 1),),), x.shape) for start in starts], [4], range(4))
+    assert len(grids) == views
+    buffer = x[list(starts)].reshape(4, 1)
+    for grid in grids:
+        assert np.array_equal(in_buffer(grid, buffer), in_array(grid, x))
+    assert covered(grids, buffer) == 4
