@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.layout import Cat, Dim, Item, SubDim, TensorLayout, local_size
+from meshwright.core.layout import Cat, Dim, Item, SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
-from meshwright.redistribute.steps import largest_size, origin
+from meshwright.redistribute.steps import largest_size
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Sub-dims that are sharded together: one item of a dim, or the first of every part of a concatenation. `first`:
-    all dims before it have one element, so a rank's shard is contiguous in memory."""
+    """Sub-dims that are sharded together: one item of a dim, or the first of every part of a concatenation."""
 
     dim: int
     item: int
     leaves: tuple[SubDim, ...]
-    first: bool
 
 
 def repeated_axes(layout: TensorLayout, mesh: Mesh) -> tuple[str, ...]:
@@ -57,32 +55,30 @@ def stored(use: TensorLayout, axes: Iterable[str], mesh: Mesh) -> TensorLayout:
 
 def _cut_once(layout: TensorLayout, axes: tuple[str, ...], mesh: Mesh) -> TensorLayout | None:
     """Shard one place of a layout over axes; None if no place has enough elements."""
-    options: list[tuple[bool, int, bool, int, int, TensorLayout]] = []
-    for place in _places(layout, mesh):
+    options: list[tuple[bool, int, int, int, TensorLayout]] = []
+    for place in _places(layout):
         blocks = [mesh.count((*leaf.axes, *axes)) for leaf in place.leaves]
         if any(leaf.size < count for leaf, count in zip(place.leaves, blocks, strict=True)):
             continue
         uneven = any(leaf.size % count for leaf, count in zip(place.leaves, blocks, strict=True))
         cut = _with_axes(layout, place, axes)
-        options.append((uneven, largest_size(cut, mesh), not place.first, place.dim, place.item, cut))
+        options.append((uneven, largest_size(cut, mesh), place.dim, place.item, cut))
     return min(options, key=lambda o: o[:-1])[-1] if options else None
 
 
-def _places(layout: TensorLayout, mesh: Mesh) -> list[_Place]:
+def _places(layout: TensorLayout) -> list[_Place]:
     found: list[_Place] = []
-    ahead = 1  # elements that lie before, on the rank that holds most
     for number, dim in enumerate(layout.dims):
         for index, item in enumerate(dim):
             if isinstance(item, SubDim) and item.groups:
                 continue  # its blocks are as uneven as its groups: shard another dim
             if isinstance(item, SubDim):
-                found.append(_Place(number, index, (item,), ahead == 1))
+                found.append(_Place(number, index, (item,)))
             else:
                 heads = [part[0] for part in item.parts if part]
                 if heads and all(isinstance(head, SubDim) for head in heads):
                     leaves = tuple(head for head in heads if isinstance(head, SubDim))
-                    found.append(_Place(number, index, leaves, False))
-            ahead *= local_size((item,), mesh, origin(mesh))
+                    found.append(_Place(number, index, leaves))
     return found
 
 
