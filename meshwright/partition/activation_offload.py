@@ -8,6 +8,7 @@ brought back a layer ahead of use. A plan names values of the model (``slice``, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -145,18 +146,9 @@ def activations_in(
 
 def runs_of(graph: Graph, activations: Mapping[str, SavedActivation]) -> list[list[str]]:
     """Return the values of a rank's program that are offloaded, in order, those of one layer together."""
-    found: list[list[str]] = []
-    layer = None
-    for node in graph.nodes:
-        for value in node.values:
-            activation = activations.get(value)
-            if activation is None or not activation.host:
-                continue
-            if activation.layer != layer or not found:
-                found.append([])
-            layer = activation.layer
-            found[-1].append(value)
-    return found
+    saved = ((v, activations[v]) for node in graph.nodes for v in node.values if v in activations)
+    hosted = ((v, activation.layer) for v, activation in saved if activation.host)
+    return [[v for v, _ in run] for _, run in itertools.groupby(hosted, key=lambda one: one[1])]
 
 
 def room_bytes(graph: Graph, activations: Mapping[str, SavedActivation], mesh: Mesh, rank: int) -> int:

@@ -7,6 +7,8 @@ of a run is used, the next run starts.
 
 from __future__ import annotations
 
+import itertools
+
 from meshwright.core.folding import layer_of
 from meshwright.core.graph import MOVES, START, TO_DEVICE, WAIT, Graph, Node
 
@@ -18,16 +20,9 @@ def is_fetch(node: Node) -> bool:
 
 def fetch_runs(graph: Graph) -> tuple[tuple[str, ...], ...]:
     """Return the transfers of a program that fetch offloaded parameters, run by run."""
-    found: list[list[str]] = []
-    layer = None
-    for node in graph.nodes:
-        if is_fetch(node):
-            here = layer_of(_reader(node, graph).module)
-            if here != layer or not found:
-                found.append([])
-            layer = here
-            found[-1].append(node.name)
-    return tuple(map(tuple, found))
+    fetches = filter(is_fetch, graph.nodes)
+    runs = itertools.groupby(fetches, key=lambda node: layer_of(_reader(node, graph).module))
+    return tuple(tuple(node.name for node in run) for _, run in runs)
 
 
 def _reader(node: Node, graph: Graph) -> Node:

@@ -55,7 +55,7 @@ def readers_alike(
     """Return whether autograd saves a value, or a view of it, for one of its readers, and whether all ranks agree."""
     if not has_even_blocks(layouts[value], mesh):
         return False, False
-    wanted, todo, seen = False, [value], set[str]()
+    wanted, todo = False, [value]
     while todo:
         for node, port in graph.consumers[todo.pop()]:
             if node.op == RESHARD:
@@ -69,8 +69,7 @@ def readers_alike(
                 wanted |= any(node.needs_grad) and port in kept
             if same is None or not all(has_even_blocks(layout, mesh) for layout in mine):
                 return wanted, False
-            if same and node.name not in seen:
-                seen.add(node.name)
+            if same:  # it reads nothing else, so it is met once
                 todo += node.values
     return wanted, True
 
