@@ -6,7 +6,7 @@ from meshwright.core.graph_text import parse
 from meshwright.core.layout import SubDim
 from meshwright.errors import StrategyError
 from meshwright.ops.factors import analyze
-from meshwright.ops.strategy import Strategy, layouts, merge
+from meshwright.ops.strategy import Strategy, layouts, merge, through_ports
 from meshwright.ops.table import rules_of
 
 LINEAR = """
@@ -69,3 +69,20 @@ def test_a_pending_sum_may_not_enter_a_nonlinear_operator():
 def test_one_factor_of_every_term_must_be_pending():
     with pytest.raises(StrategyError, match="one factor of every term"):
         layouts(site("y"), Strategy(through=(("tp", (0,)),)))
+
+
+def test_a_sum_passes_through_one_factor_of_every_term_of_a_linear_operator():
+    assert list(through_ports(site("y"))) == [(0, 2), (1, 2)]
+    assert list(through_ports(site("s"))) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (Strategy(), "replicated"),
+        (split("n", 8, "tp"), "n=8/tp"),
+        (Strategy(through=(("tp", (0, 2)),), grad=("dp", "sp")), "partial tp through 0+2 grad dp.sp"),
+    ],
+)
+def test_a_strategy_as_text(strategy, text):
+    assert str(strategy) == text
