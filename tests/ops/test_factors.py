@@ -78,6 +78,30 @@ graph "halves" {
 }
 """
 
+HALVED = """
+graph "halved" {
+  %x: f32[4, 16] = batch("x", batch_dim=0)
+  %y: f32[4, 16] = batch("y", batch_dim=0)
+  %h: f32[4, 4, 4] = aten.view.default(%x, (4, 4, 4))
+  %z: f32[4, 32] = aten.cat.default((%x, %y), 1)
+  %rows: f32[4, 2, 16] = aten.view.default(%z, (4, 2, 16))
+  return loss=%rows
+}
+"""
+
+CROSSED = """
+graph "crossed" {
+  %a: f32[4, 8] = batch("a", batch_dim=0)
+  %b: f32[4, 24] = batch("b", batch_dim=0)
+  %c: f32[4, 20] = batch("c", batch_dim=0)
+  %d: f32[4, 12] = batch("d", batch_dim=0)
+  %x: f32[4, 32] = aten.cat.default((%a, %b), 1)
+  %y: f32[4, 32] = aten.cat.default((%c, %d), 1)
+  %z: f32[4, 32] = aten.add.Tensor(%x, %y)
+  return loss=%z
+}
+"""
+
 
 def dims(text, value):
     """The dims of a value after unification, as text."""
@@ -96,6 +120,11 @@ def dims(text, value):
         (TOKENS, "targets", ["(4 16)"]),
         (HALVES, "z", ["4", "{16 | 16}"]),
         (CONFLICT, "x", ["4", "6"]),
+        (HALVED, "y", ["4", "(4 4)"]),  # equal parts that are read as rows
+        (HALVED, "z", ["4", "(2 4 4)"]),
+        (CROSSED, "z", ["4", "{8 | 12 | 12}"]),  # the edges of both
+        (CROSSED, "b", ["4", "{12 | 12}"]),
+        (CROSSED, "c", ["4", "{8 | 12}"]),
     ],
 )
 def test_structure_reaches_the_values_that_share_it(text, value, wanted):

@@ -111,6 +111,11 @@ def test_the_search_sends_together_what_crosses_two_links(src, dst, steps):
     assert [f"{s.kind}({','.join(s.axes)})" for s in found] == steps
 
 
+def test_a_partial_sum_over_one_rank_is_done():
+    mesh = Mesh.of(a=2, b=1)
+    assert kinds("[(3 32/a)] partial b", "[96/a]", mesh) == ["all_to_all(a)"]
+
+
 def test_a_table_without_a_way_says_so():
     with pytest.raises(LayoutError, match="no collective of the price table"):
         kinds("[12/a]", "[12]", prices=RING.without("all_gather", "all_to_all"))

@@ -24,7 +24,7 @@ from meshwright.redistribute.axis_runs import axes_of
 from meshwright.redistribute.index_maps import Exchange, exchange
 from meshwright.redistribute.oracle import assemble, execute, pairing, scatter
 from meshwright.redistribute.shortest_path import _Problem
-from meshwright.redistribute.slices import Grid, Selection, grids_of
+from meshwright.redistribute.slices import Grid, Selection, grids_of, stretches_of
 from tests.redistribute.rates import GLOO_LIKE, RING
 
 # ------------------------------------------------------------------------------------------- what hypothesis draws
@@ -353,3 +353,18 @@ def test_members_at_equal_distances_are_one_view(starts, views):
     for grid in grids:
         assert np.array_equal(in_buffer(grid, buffer), in_array(grid, x))
     assert covered(grids, buffer) == 4
+
+
+@pytest.mark.parametrize(
+    ("runs", "stretches"),
+    [
+        (((4, 3),), [(4, 0, ((3, 1, 1),))]),
+        (((4, 1),), [(4, 0, ())]),
+        (((0, 2), (8, 2), (16, 2)), [(0, 0, ((3, 8, 2), (2, 1, 1)))]),
+        (((0, 1), (4, 1), (20, 1), (24, 1)), [(0, 0, ((2, 20, 2), (2, 4, 1)))]),
+        (((0, 1), (4, 3), (8, 1), (12, 3)), [(0, 0, ((2, 8, 4),)), (4, 1, ((2, 8, 4), (3, 1, 1)))]),
+        (((0, 1), (4, 3)), [(0, 0, ()), (4, 1, ((3, 1, 1),))]),
+    ],
+)
+def test_runs_are_few_stretches(runs, stretches):
+    assert [(s.start, s.local, s.extents) for s in stretches_of(runs)] == stretches
