@@ -319,12 +319,11 @@ def _solve_sizes(pattern: Pattern, spread: Sequence[tuple[Port, Shape]], sizes: 
         for letter in dim:
             if letter.startswith(SIZED):
                 sizes[letter] = int(letter[len(SIZED) :].partition("_")[0])
-    for _ in range(len(open_dims) + 1):
+    known = -1
+    while len(sizes) > known:
         known = len(sizes)
         for dim, n in open_dims:
             _solve_dim(pattern, dim, n, sizes)
-        if len(sizes) == known:
-            break
     missing = sorted({x for dim, _ in open_dims for x in dim if x not in sizes})
     if missing:
         raise RuleError(

@@ -172,3 +172,12 @@ def test_batch_marks_reach_the_flattened_tokens():
     graph = parse(TOKENS)
     factors = analyze(graph, rules_of(graph))
     assert factors.batch["loss", "a0"] == (True, False)
+
+
+def test_what_one_operator_needs_unsharded_is_marked_at_all_that_share_it():
+    graph = parse(TOKENS)
+    marks = analyze(graph, rules_of(graph)).unsharded
+    assert marks["logits", "n"] == (False,)
+    normal = parse(TOKENS.replace("%flat:", "%p: f32[4, 16, 10] = aten.softmax.int(%logits, 2)\n  %flat:"))
+    marks = analyze(normal, rules_of(normal)).unsharded
+    assert (marks["logits", "n"], marks["logits", "k"]) == ((True,), (False,))
