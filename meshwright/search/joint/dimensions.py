@@ -53,11 +53,13 @@ def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ..
 
 def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True) -> tuple[Dimension, ...]:
     """The same with what takes more than it gives unless memory is very tight, or a link idle: slices of activations,
-    activations and parameters on the host."""
+    accumulated gradients in shards, activations and parameters on the host."""
     asked, cluster = planner.techniques, planner.request.cluster
     found = [d for d in over if d.name != "offload"]
     if "slice_activation" not in asked.given and planner.context.mesh.size > 1:
         found.append(Dimension("slice_activation", (False, True)))
+    if "gradient_accumulation_shard" not in asked.given and _accumulates_shards(planner, over):
+        found.append(Dimension("gradient_accumulation_shard", (False, True)))
     if "offload" not in asked.given and cluster.host_bytes_per_s:
         words = [OPTIMIZER] if offload and planner.request.optimizer_states else []
         words += [ACTIVATIONS] if offload else []
@@ -68,6 +70,14 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
             Dimension("offload", tuple(tuple(w for k, w in enumerate(words) if n >> k & 1) for n in subsets))
         )
     return tuple(found)
+
+
+def _accumulates_shards(planner: Planner, over: tuple[Dimension, ...]) -> bool:
+    """True if gradients may be accumulated, and in shards: ZeRO-1 and one micro-batch keep them as they are."""
+    several = planner.techniques.micro_batches > 1 or any(
+        d.name == "micro_batches" and len(d.values) > 1 for d in over
+    )
+    return several and planner.context.mesh.size > 1 and planner.techniques.optimizer_parallel != 1
 
 
 def sparing(planner: Planner, asked: Techniques) -> Iterator[Techniques]:

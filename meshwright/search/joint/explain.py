@@ -24,7 +24,10 @@ def technique_lines(
 ) -> tuple[str, ...]:
     """A line for each technique of the `answer`. `near`: of each the next best, beside the `best` with one
     policy of recompute for all layers."""
-    lines = [_line(made, d, best, near.get(d.name), answer.techniques) for d in over]
+    left_out = () if answer.techniques.gradient_accumulation_shard else ("gradient_accumulation_shard",)
+    lines = [
+        _line(made, d, best, near.get(d.name), answer.techniques) for d in over if d.name not in left_out
+    ]
     if answer.techniques.prefetch > 1 and "prefetch" not in answer.techniques.given:
         lines.append(f"auto chose prefetch={answer.techniques.prefetch}: gathers of weights start earlier")
     return tuple(lines)

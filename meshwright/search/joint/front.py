@@ -258,12 +258,14 @@ class Front:
         return found
 
     def saves(self, candidate: Candidate, techniques: Techniques) -> bool:
-        """True if slices, and each word of ``offload``, save bytes at some instant beside the others."""
+        """True if slices, shards of accumulated gradients, and each word of ``offload`` save bytes at some instant
+        beside the others."""
         plainer = [
             replace(techniques, offload=tuple(w for w in techniques.offload if w != word))
             for word in techniques.offload
         ]
-        plainer += [replace(techniques, slice_activation=False)] if techniques.slice_activation else []
+        for name in ("slice_activation", "gradient_accumulation_shard"):
+            plainer += [replace(techniques, **{name: False})] if getattr(techniques, name) else []
         mine = self._totals(candidate, techniques)
         return all(
             bool((mine < TECHNIQUES.worth_saving * self._totals(candidate, other)).any()) for other in plainer

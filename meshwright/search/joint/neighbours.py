@@ -36,6 +36,7 @@ def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> di
     for dimension in over:
         mine = value_of(dimension, best.techniques)
         others = [replace(best.techniques, **{dimension.name: v}) for v in dimension.values if v != mine]
+        others = [t for t in others if t.pieces > 1 or not t.gradient_accumulation_shard]
         found[dimension.name] = _next(made, best, [(t, _enough(dimension, t, best)) for t in others])
     return {name: one for name, one in found.items() if one is not None}
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.examples import llama, zoo
+from meshwright.examples import gpt, llama, zoo
 from meshwright.plan.plan import Plan
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, solve_limited
@@ -266,3 +267,14 @@ def test_what_was_chosen_can_be_asked_for() -> None:
     names = ("recompute", "micro_batches", "slice_activation", "offload")
     asked = planned("wide mlp", "2x2", 0.39, pipeline=1, **{n: getattr(chosen.techniques, n) for n in names})
     assert asked.claims["step_seconds"] <= 1.02 * chosen.claims["step_seconds"]
+
+
+def test_gradients_are_accumulated_in_shards_where_that_is_quicker() -> None:
+    """With room for no more than shards of them, fewer micro-batches fit: what a user may ask for, `auto` finds."""
+    with torch.device("meta"):
+        config = gpt.GPTConfig(vocabulary=64, width=1024, layers=2, heads=8, sequence=1024)
+        net, batch, loss = gpt.build(config, batch=32)
+    machine = mw.Cluster.preset("a100-40", nodes=1, ranks_per_node=4)
+    plan = mw.plan(net, batch, loss=loss, cluster=machine, mode="auto", memory=0.75e9, pipeline=1)
+    assert plan.techniques.gradient_accumulation_shard and plan.techniques.micro_batches > 1
+    assert any("gradient_accumulation_shard=True; next best False at" in note for note in plan.notes)
