@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import fx
 
+from meshwright.capture.aliases import ALIASES
 from meshwright.capture.blocks import body_of, inline, is_block
 from meshwright.capture.in_place import may_be_new, write_anew
 from meshwright.capture.normalize import TABLE
@@ -30,7 +31,7 @@ DECOMPOSED = frozenset(
         "_local_scalar_dense.default"
     ).split()
 )
-UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE)) - DECOMPOSED
+UNCHANGED = frozenset((*LINES, *SPECIAL, *TABLE, *ALIASES)) - DECOMPOSED
 NO_RULE = frozenset({"aten._grouped_mm.default"})  # `raise_experts` makes another operator of them
 STAYS = UNCHANGED | NO_RULE
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.capture.aliases import first_names
+from meshwright.capture.composites import COMPOSITES
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, Values, arguments, named, rewrite
 from meshwright.capture.slices_and_joins import SLICES_AND_JOINS
 from meshwright.capture.warnings import SPARSE, is_sparse
@@ -21,7 +23,7 @@ DROPOUT = "meshwright.dropout"
 
 def normalize(graph: Graph) -> Graph:
     """Return the same program in our own vocabulary."""
-    return rewrite(graph, TABLE, _other)
+    return rewrite(first_names(graph), TABLE, _other)
 
 
 # ---------------------------------------------------------------- forms
@@ -309,6 +311,7 @@ TABLE: dict[str, Rule] = {
              "new_empty.default empty_strided.default new_empty_strided.default empty_permuted.default", _constant(0)),
     **named("arange.default arange.start arange.start_step", _arange),
     **SLICES_AND_JOINS,
+    **COMPOSITES,
     **named("copy.default", _copy),
     **named("fill.Tensor fill.Scalar", _fill),
     **named("where.self where.ScalarOther where.ScalarSelf where.Scalar", _where),

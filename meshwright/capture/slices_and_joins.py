@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from meshwright.capture.rewrite import Rewriter, Rule, Values, arguments, named
 from meshwright.core.graph import Node, Ref
@@ -48,12 +49,16 @@ def _stack(b: Rewriter, n: Node) -> Values:
 
 def _repeat(b: Rewriter, n: Node) -> Values:
     x, times = n.args
+    return None if 0 in times else repeated(b, x, times)
+
+
+def repeated(b: Rewriter, x: Ref, times: Sequence[int]) -> Ref:
+    """Return a tensor repeated so many times along each dim; new dims come first."""
     shape = (1,) * (len(times) - len(b.shape(x))) + b.shape(x)
-    if 0 in times:
-        return None
     apart = tuple(s for t, size in zip(times, shape, strict=True) for s in ((1, size) if t > 1 else (size,)))
     wide = tuple(s for t, size in zip(times, shape, strict=True) for s in ((t, size) if t > 1 else (size,)))
-    return b.view(b.expand(b.view(x, apart), wide), n.outputs[0].shape)
+    full = tuple(t * size for t, size in zip(times, shape, strict=True))
+    return b.view(b.expand(b.view(x, apart), wide), full)
 
 
 def _repeat_interleave(b: Rewriter, n: Node) -> Values:
@@ -131,7 +136,7 @@ SLICES_AND_JOINS: dict[str, Rule] = {
     **named("split.Tensor split_with_sizes.default chunk.default tensor_split.sections tensor_split.indices "
              "unsafe_split.Tensor unsafe_chunk.default split.sizes", _split),
     **named("unbind.int", _unbind),
-    **named("cat.default concat.default", _cat),
+    **named("cat.default", _cat),
     **named("stack.default", _stack),
     **named("repeat.default", _repeat),
     **named("repeat_interleave.self_int", _repeat_interleave),
@@ -142,4 +147,4 @@ SLICES_AND_JOINS: dict[str, Rule] = {
 }  # fmt: skip
 
 
-__all__ = ["SLICES_AND_JOINS"]
+__all__ = ["SLICES_AND_JOINS", "repeated"]

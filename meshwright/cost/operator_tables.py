@@ -11,7 +11,7 @@ def _named(names: str) -> frozenset[str]:
 
 BIAS, MASKED, UNFUSED = "bias", "masked_attention", "unfused_attention"  # names beside those of operators
 EXPERT_LINEAR, EXPERTS = "meshwright.expert_linear", "meshwright.experts"
-PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum") | {
+PRODUCTS = _named("linear mm bmm mv dot outer bilinear matmul addmm baddbmm einsum inner tensordot") | {
     "transformers.grouped_mm_fallback.default",
     EXPERT_LINEAR,
     EXPERTS,
@@ -32,9 +32,9 @@ THROUGH = _named("add.Tensor add.Scalar sub.Tensor sub.Scalar clone sum sum.dim_
 NOT_THROUGH = {"aten.sub.Tensor": 1}  # its second gradient is negated
 
 # Operators that broadcast: the gradient of a smaller port is computed in full and then summed.
-BROADCASTS = _named("add.Tensor sub.Tensor rsub.Tensor mul.Tensor multiply.Tensor div.Tensor true_divide.Tensor "
-                    "div.Tensor_mode pow.Tensor_Tensor maximum minimum max.other min.other where.self atan2 hypot "
-                    "logaddexp addcmul addcdiv lerp.Tensor masked_fill.Tensor")  # fmt: skip
+BROADCASTS = _named("add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Tensor "
+                    "maximum minimum max.other min.other where.self atan2 hypot logaddexp addcmul addcdiv lerp.Tensor "
+                    "masked_fill.Tensor fmax fmin logaddexp2 float_power.Tensor_Tensor")  # fmt: skip
 
 # Read as many elements of the first input as there are results, not the full table; the gradient has the full size.
 # The port of the table, by operator. A bag reads a row for each of its ids, and reduces them.

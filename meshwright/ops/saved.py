@@ -53,7 +53,7 @@ def _each(names: str, line: Keeps) -> dict[str, Keeps]:
 
 KEEPS: dict[str, Keeps] = {
     # ---- products
-    **_each("linear mm bmm mv dot vdot outer einsum", "0/1 1/0"),
+    **_each("linear mm bmm mv dot vdot outer einsum inner tensordot linalg_vecdot linalg_cross", "0/1 1/0"),
     "aten.matmul.default": lambda node, types, wanted: _matmul(node, types, wanted),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
     "aten.cdist.default": "0 1 o0",
@@ -64,7 +64,8 @@ KEEPS: dict[str, Keeps] = {
     **_each("rnn_tanh_cell rnn_relu_cell", "0/2 2/0 1/3 3/1 o0"),
     **_each("addmm baddbmm", "1/2 2/1"),
     **_each("conv1d conv2d conv3d conv1d.padding conv2d.padding convolution conv_transpose1d conv_transpose2d.input "
-            "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather", "0 1"),
+            "prelu maximum minimum max.other min.other atan2 logaddexp xlogy.Tensor gather fmax fmin logaddexp2 igamma "
+            "igammac special_xlog1py special_zeta clamp_min.Tensor clamp_max.Tensor grid_sampler", "0 1"),
     "transformers.grouped_mm_fallback.default": "0 1",
     "meshwright.expert_linear": "0 1",  # and the order of pairs
     "meshwright.experts": lambda node, types, wanted: _experts(node, types),
@@ -89,12 +90,17 @@ KEEPS: dict[str, Keeps] = {
     # ---- pointwise
     **_each("abs acos acosh asin atan celu clamp clamp_min clamp_max cos cosh elu erf erfc gelu hardsigmoid hardswish "
             "hardtanh leaky_relu log log10 log1p log2 log_sigmoid logit mish nan_to_num pow.Tensor_Scalar relu6 selu "
-            "silu sin sinh softplus square threshold hardshrink softshrink erfinv lgamma digamma sinc", "0"),
-    **_each("exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh", "o0"),
-    **_each("sgn pow.Scalar", "0 o0"),
-    "aten.pow.Tensor_Tensor": "0 1 o0",
-    **_each("mul.Tensor multiply.Tensor", "0/1 1/0?"),
-    **_each("div.Tensor true_divide.Tensor div.Tensor_mode", "0/1 1?"),
+            "silu sin sinh softplus square threshold hardshrink softshrink erfinv lgamma digamma sinc asinh atanh i0 "
+            "mvlgamma polygamma special_entr angle float_power.Tensor_Scalar xlogy.Scalar_Other xlogy.Scalar_Self "
+            "special_xlog1py.other_scalar special_xlog1py.self_scalar", "0"),
+    **_each("exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh special_ndtri", "o0"),
+    **_each("sgn pow.Scalar float_power.Scalar copysign.Scalar special_erfcx special_i0e special_i1 special_i1e "
+            "special_log_ndtr", "0 o0"),
+    "aten.special_ndtr.default": "",
+    **_each("pow.Tensor_Tensor float_power.Tensor_Tensor", "0 1 o0"),
+    "aten.ldexp.Tensor": "1/0 o0",
+    "aten.mul.Tensor": "0/1 1/0?",
+    **_each("div.Tensor div.Tensor_mode", "0/1 1?"),
     **_each("remainder.Tensor fmod.Tensor", "0/1 1/1"),
     "aten.hypot.default": "0/0 1/1 o0",
     "aten.copysign.Tensor": "0/0 o0",
@@ -108,10 +114,11 @@ KEEPS: dict[str, Keeps] = {
     **_each("masked_fill.Scalar masked_fill.Tensor", "1"),
     **_each("ceil floor frac round sign trunc add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar "
             "mul.Scalar div.Scalar lerp.Scalar neg clone contiguous alias detach conj real imag lift_fresh_copy "
-            "view_as_real view_as_complex _to_copy to.dtype to.dtype_layout type_as tril triu", ""),
+            "view_as_real view_as_complex _to_copy to.dtype to.dtype_layout type_as tril triu div.Scalar_mode "
+            "round.decimals deg2rad rad2deg", ""),
     **_each("isfinite isinf isnan logical_not eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor "
             "logical_and logical_or logical_xor remainder.Scalar fmod.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar "
-            "gt.Scalar ge.Scalar isclose", ""),
+            "gt.Scalar ge.Scalar isclose isposinf isneginf signbit heaviside nextafter remainder.Scalar_Tensor", ""),
     "meshwright.dropout": "",
     "meshwright.dropout_mask": "",
     "meshwright.pin.default": "",
@@ -123,16 +130,29 @@ KEEPS: dict[str, Keeps] = {
     "meshwright.halo": "",
     # ---- views, pieces, creations
     **_each("view reshape permute transpose.int t expand slice.Tensor split_with_sizes unbind.int cat stack "
-            "constant_pad_nd repeat repeat_interleave.self_int", ""),
+            "constant_pad_nd repeat repeat_interleave.self_int unfold diagonal diag_embed", ""),
     "aten.pad.default": lambda node, types, wanted: _pad(node),
     # ---- reductions and scans
     **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn fft_irfft", ""),
     **_each("fft_fft fft_ifft fft_rfft", "0"),
     **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std std.dim std.correction "
-            "linalg_vector_norm norm.ScalarOpt_dim cumprod logcumsumexp", "0 o0"),
-    **_each("nansum var var.dim var.correction var_mean.correction glu", "0"),
-    **_each("max.dim min.dim median.dim kthvalue sort sort.stable topk", "o1"),
+            "linalg_vector_norm norm.ScalarOpt_dim cumprod logcumsumexp nanmedian linalg_norm linalg_norm.ord_str "
+            "std_mean std_mean.dim std_mean.correction", "0 o0"),
+    **_each("nansum var var.dim var.correction var_mean.correction var_mean var_mean.dim glu nanmean renorm", "0"),
+    **_each("max.dim min.dim median.dim kthvalue sort sort.stable topk nanmedian.dim mode", "o1"),
+    "aten.aminmax.default": "0 o0 o1",
+    **_each("quantile quantile.scalar nanquantile nanquantile.scalar", ""),  # and places of the numbers between
     **_each("softmax.int log_softmax.int _softmax _log_softmax", "o0"),
+    # ---- matrices and distances
+    **_each("linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_eigvalsh "
+            "pairwise_distance", "o0"),
+    **_each("linalg_eigh linalg_qr", "o0 o1"),
+    "aten.linalg_svd.default": "o0 o1 o2",
+    **_each("linalg_det linalg_slogdet linalg_solve linalg_solve_triangular linalg_pinv linalg_pinv.atol_rtol_float "
+            "linalg_pinv.atol_rtol_tensor linalg_pinv.rcond_tensor pinverse", "0 o0"),
+    **_each("linalg_matrix_exp linalg_matrix_power", "0"),
+    "aten.trace.default": "",
+    "aten.cosine_similarity.default": "0/0 1/1",
     # ---- normalisations
     "aten.layer_norm.default": "0 1? 2?",
     "aten.native_layer_norm.default": "0 1? 2? o1 o2",

@@ -81,7 +81,45 @@ def _order(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
     return types[node.uses[2]].size_bytes
 
 
+def _factors(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Count the LU factors of each matrix, and its pivots."""
+    source = first(node, types)
+    return source.size_bytes + math.prod(source.shape[:-1]) * DTYPES["i32"]
+
+
+def _singular_vectors(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Count the vectors on both sides of each matrix."""
+    *_, rows, columns = first(node, types).shape
+    return node.outputs[0].size_bytes * (rows + columns)
+
+
+def _compared(node: Node, types: Types) -> int:
+    """Return the bytes of two tensors' difference."""
+    shapes = [types[u].shape for u in node.uses]
+    rank = max(map(len, shapes))
+    wide = ((1,) * (rank - len(s)) + s for s in shapes)
+    return math.prod(map(max, *wide)) * DTYPES[node.outputs[0].dtype]
+
+
+def _cosine(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Count, for each that needs a gradient: its directions, and two tensors of norms."""
+    return sum(needs_grad) * (_compared(node, types) + 2 * node.outputs[0].size_bytes)
+
+
+def _quantiles(node: Node, types: Types, needs_grad: Sequence[bool]) -> int:
+    """Count the order of all elements, and about eight tensors like the result: the neighbours and their weights."""
+    return math.prod(first(node, types).shape) * DTYPES["i64"] + 8 * node.outputs[0].size_bytes
+
+
 EXTRA: dict[str, Extra] = {
+    **{f"aten.{n}.default": _factors for n in ("linalg_det", "linalg_slogdet", "linalg_solve")},
+    "aten.linalg_svdvals.default": _singular_vectors,
+    **{f"aten.{n}.default": _copies(1) for n in ("linalg_eigvalsh", "linalg_matrix_power", "special_ndtr")},
+    "aten.cosine_similarity.default": _cosine,
+    "aten.pairwise_distance.default": lambda node, types, needs_grad: _compared(node, types),
+    "aten.nanmean.default": _gates(1),
+    **{f"aten.{n}": _quantiles for n in (
+        "quantile.default", "quantile.scalar", "nanquantile.default", "nanquantile.scalar")},
     "meshwright.expert_linear": _order,
     **{f"aten.{n}.default": _pooled for n in ("max_pool1d", "max_pool2d", "max_pool3d")},
     "aten.log_sigmoid.default": _copies(1),
@@ -96,6 +134,6 @@ EXTRA: dict[str, Extra] = {
     "aten.batch_norm.default": _channels,
     "meshwright.batch_norm_sync": _channels,
     "aten.cross_entropy_loss.default": _copies(1),
-}
+}  # fmt: skip
 
 __all__ = ["EXTRA", "Types", "first", "itemsize", "rows_of"]

@@ -37,10 +37,10 @@ LINES: dict[str, str] = {
     **_each("gru_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
             "b i!, b h!, @g! i!, @g! h! (, @g!) (, @g!) ~> b h!"),
     # ---- pointwise, linear
-    **_each("mul.Tensor mul.Scalar multiply.Tensor", "... (, ...) -> ..."),
+    **_each("mul.Tensor mul.Scalar", "... (, ...) -> ..."),
     **_each(
         "neg.default clone.default contiguous.default alias.default detach.default real.default "
-        "imag.default conj.default lift_fresh_copy.default",
+        "imag.default conj.default lift_fresh_copy.default deg2rad.default rad2deg.default",
         "... -> ...",
     ),
     **_each("addcmul.default", "... + ..., ... -> ..."),
@@ -60,13 +60,18 @@ LINES: dict[str, str] = {
         "sgn.default silu.default sin.default sinh.default softplus.default sqrt.default "
         "square.default tan.default tanh.default trunc.default bitwise_not.default threshold.default "
         "hardshrink.default softshrink.default erfinv.default lgamma.default digamma.default "
-        "sinc.default",
+        "sinc.default asinh.default atanh.default i0.default mvlgamma.default polygamma.default "
+        "special_entr.default special_erfcx.default special_i0e.default special_i1.default special_i1e.default "
+        "special_ndtr.default special_ndtri.default special_log_ndtr.default signbit.default angle.default "
+        "isposinf.default isneginf.default round.decimals",
         "... ~> ...",
     ),
     **_each(
         "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar "
         "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar "
-        "bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar",
+        "bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar float_power.Tensor_Scalar "
+        "float_power.Scalar xlogy.Scalar_Other xlogy.Scalar_Self copysign.Scalar remainder.Scalar_Tensor "
+        "special_xlog1py.other_scalar special_xlog1py.self_scalar",
         "... ~> ...",
     ),
     **_each(
@@ -75,7 +80,9 @@ LINES: dict[str, str] = {
         "floor_divide.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor "
         "logical_and.default logical_or.default logical_xor.default __and__.Tensor __or__.Tensor "
         "hypot.default logaddexp.default xlogy.Tensor copysign.Tensor bitwise_left_shift.Tensor "
-        "bitwise_right_shift.Tensor isclose.default",
+        "bitwise_right_shift.Tensor isclose.default clamp_min.Tensor clamp_max.Tensor fmax.default fmin.default "
+        "float_power.Tensor_Tensor heaviside.default igamma.default igammac.default ldexp.Tensor "
+        "logaddexp2.default nextafter.default special_xlog1py.default special_zeta.default gcd.default lcm.default",
         "... (, ...) ~> ...",
     ),
     **_each("clamp.Tensor", "... (, ...) (, ...) ~> ..."),
@@ -91,6 +98,20 @@ LINES: dict[str, str] = {
     "aten.view_as_complex.default": "... c! -> ...",
     "aten.complex.default": "... + ... -> ...",
     "aten.polar.default": "..., ... ~> ...",
+    # ---- matrices, of which there may be many
+    **_each("linalg_inv.default linalg_cholesky.default linalg_matrix_exp.default "
+            "linalg_matrix_power.default", "... r! c! ~> ... r! c!"),
+    **_each("linalg_inv_ex.default linalg_cholesky_ex.default", "... r! c! ~> ... r! c!, ..."),
+    **_each("linalg_pinv.default linalg_pinv.atol_rtol_float pinverse.default", "... r! c! ~> ... c! r!"),
+    **_each("linalg_pinv.atol_rtol_tensor linalg_pinv.rcond_tensor",
+            "... r! c! (, @...) (, @...) ~> ... c! r!"),
+    "aten.linalg_det.default": "... r! c! ~> ...",
+    "aten.linalg_slogdet.default": "... r! c! ~> ..., ...",
+    **_each("linalg_svdvals.default linalg_eigvalsh.default", "... r! c! ~> ... k!"),
+    "aten.linalg_svd.default": "... r! c! ~> ... r! u!, ... k!, ... v! c!",
+    "aten.linalg_eigh.default": "... r! c! ~> ... r!, ... r! c!",
+    "aten.linalg_qr.default": "... r! c! ~> ... r! u!, ... v! c!",
+    "aten.trace.default": "r! c! -> ",
     # ---- dims whose positions matter
     "aten.pixel_shuffle.default": "... (c r! s!) h w -> ... c (h r!) (w s!)",
     "aten.pixel_unshuffle.default": "... c (h r!) (w s!) -> ... (c r! s!) h w",

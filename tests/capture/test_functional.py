@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -14,13 +15,14 @@ from torch.fx import traceback
 
 import meshwright as mw
 from meshwright.capture import capture
+from meshwright.capture.aliases import ALIASES
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
 from meshwright.core.graph import Graph, Node, Ref, map_refs
 from meshwright.examples import gpt, llama, recommender
 from tests.breadth import first
 from tests.ops.prove import CPU, Sample, argument, sample
-from tests.ops.sample_calls import f
+from tests.ops.sample_calls import f, i
 from tests.ops.samples import SAMPLES
 
 F32 = torch.float32
@@ -33,7 +35,7 @@ FORMS: dict[str, tuple[Any, ...]] = {
     "transpose.int": (f(4, 6), 0, 1), "t.default": (f(4, 6),), "numpy_T.default": (f(4, 6),),
     "select.int": (f(4, 6), 0, 1), "split.Tensor": (f(4, 6), 3), "chunk.default": (f(4, 6), 3),
     "expand_as.default": (f(1, 6), f(4, 6)), "broadcast_to.default": (f(1, 6), [4, 6]),
-    "broadcast_tensors.default": ([f(1, 6), f(4, 1)],), "concat.default": ([f(4, 6), f(4, 5)], 1),
+    "broadcast_tensors.default": ([f(1, 6), f(4, 1)],),
     "contiguous.default": (f(4, 6),), "alias.default": (f(4, 6),), "lift_fresh_copy.default": (f(4, 6),),
     "to.dtype": (f(4, 6), F32), "to.device": (f(4, 6), CPU, F32), "type_as.default": (f(4, 6), f(1).float()),
     "scalar_tensor.default": (2.0,), "full_like.default": (f(4, 6), 2.0), "new_full.default": (f(4), [4, 6], 2.0),
@@ -42,7 +44,16 @@ FORMS: dict[str, tuple[Any, ...]] = {
     "empty.memory_format": ([4, 6],), "empty_like.default": (f(4, 6),), "new_empty.default": (f(4), [4, 6]),
     "empty_strided.default": ([4, 6], [6, 1]), "new_empty_strided.default": (f(4), [4, 6], [6, 1]),
     "empty_permuted.default": ([4, 6], [1, 0]), "dropout.default": (f(4, 6), 0.5, True),
-    "normal.float_float": (0.0, 1.0, [4, 6]),
+    "normal.float_float": (0.0, 1.0, [4, 6]), "atleast_1d.default": (f(),), "atleast_2d.default": (f(6),),
+    "atleast_3d.default": (f(4, 6),), "atleast_1d.Sequence": ([f(), f(6)],), "atleast_2d.Sequence": ([f(), f(6)],),
+    "atleast_3d.Sequence": ([f(), f(6)],), "hstack.default": ([f(4, 6), f(4, 5)],),
+    "vstack.default": ([f(4, 6), f(6)],), "dstack.default": ([f(4, 6), f(4, 6)],),
+    "column_stack.default": ([f(4, 6), f(4)],), "tile.default": (f(4, 6), [2]), "fliplr.default": (f(4, 6),),
+    "flipud.default": (f(4, 6),), "rot90.default": (f(4, 6), 1, [0, 1]),
+    "take_along_dim.default": (f(4, 6), i(6, 1, 3), 1), "channel_shuffle.default": (f(4, 6, 5), 2),
+    "cross.default": (f(4, 3), f(4, 3)), "kron.default": (f(4, 6), f(2)), "diag.default": (f(4, 6),),
+    "special_round.default": (f(4, 6),), "trapezoid.dx": (f(4, 6),), "trapz.dx": (f(4, 6),),
+    "linalg_multi_dot.default": ([f(4, 6), f(6, 5), f(5, 3)],),
 }  # fmt: skip
 PARTS = 8
 CHECK = "aten._assert_tensor_metadata.default"  # has no result; export writes it before a cast
@@ -74,10 +85,17 @@ def samples(part: int) -> list[Sample]:
     """A sample of every eighth operator that is taken as it is."""
     torch.manual_seed(0)
     ops = sorted(op for op in UNCHANGED if op.startswith("aten.") and op != CHECK)
-    return [
-        SAMPLES[op][0]() if op in SAMPLES else sample(op, *FORMS[op.removeprefix("aten.")])
-        for op in ops[part::PARTS]
-    ]
+    return [sample_of(op) for op in ops[part::PARTS]]
+
+
+def sample_of(op: str) -> Sample:
+    """A sample of an operator; that of its first name, under the second."""
+    if op in SAMPLES:
+        return SAMPLES[op][0]()
+    if op.removeprefix("aten.") in FORMS:
+        return sample(op, *FORMS[op.removeprefix("aten.")])
+    first_name = sample_of(ALIASES[op])
+    return replace(first_name, node=replace(first_name.node, op=op))
 
 
 def captured(cases: list[Sample]) -> Graph:

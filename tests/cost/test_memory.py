@@ -326,6 +326,12 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "largest": lambda x: x.amax(-1),
     "sum so far": lambda x: x.cumsum(-1),
     "reduced loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    "largest and smallest": lambda x: torch.aminmax(x, dim=-1)[0],
+    "distance": lambda x: F.pairwise_distance(x, x.sigmoid()),
+    "cosine": lambda x: F.cosine_similarity(x, torch.ones_like(x), dim=-1),
+    "special function": torch.special.log_ndtr,
+    "inverse": lambda x: torch.linalg.inv(x.view(-1, 16, 16) + 9 * torch.eye(16)),
+    "linear systems": lambda x: torch.linalg.solve(x.view(-1, 16, 16) + 9 * torch.eye(16), torch.ones(16, 4)),
 }
 
 

@@ -37,6 +37,21 @@ MISSES |= {
     (f"aten.{op}.default", 1): "pads its input first, and keeps the copy"
     for op in ("fft_fft", "fft_ifft", "fft_rfft")
 }
+MISSES |= {
+    ("aten.tensordot.default", 0): "permutes an operand into a copy first, and keeps the copy",
+    ("aten.tensordot.default", 3): "sums the dim that the other has not, and keeps the sum",
+    ("aten.float_power.Tensor_Tensor", 1): "an integer base is kept as floats",
+    ("aten.linalg_matrix_power.default", 1): "the power is 0",
+    ("aten.linalg_matrix_power.default", 2): "inverts first; for higher powers, squares are kept too",
+    ("aten.linalg_norm.default", 3): "a norm of matrices: their singular values and vectors are kept",
+    ("aten.linalg_norm.ord_str", 1): "as its neighbour",
+}
+MISSES |= {
+    (f"aten.{op}.{form}", number): "the number of small tensors depends on the dims; eight are estimated"
+    for op in ("quantile", "nanquantile")
+    for form in ("default", "scalar")
+    for number in range(5)
+}
 SMALL = 64  # bytes: scalars such as the total weight of a loss
 
 

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.ops.table import LINES
 from tests.ops import product_samples  # noqa: F401  it adds its own
+from tests.ops.algebra_samples import add_all
 from tests.ops.prove import CPU
 from tests.ops.sample_calls import F64, SAMPLES, T, add, b, f, i, p, twice
 
@@ -59,23 +60,28 @@ add("aten.index_put.default", T(f, 4, 6, 5), [None, T(i, 6, 8), T(i, 5, 8)], T(f
 # ---- pointwise
 BINARY = ("eq ne lt le gt ge remainder fmod floor_divide bitwise_and bitwise_or bitwise_xor logical_and logical_or "
           "logical_xor __and__ __or__ bitwise_left_shift bitwise_right_shift maximum minimum max min pow atan2 hypot "
-          "logaddexp xlogy copysign isclose").split()  # fmt: skip
+          "logaddexp xlogy copysign isclose clamp_min clamp_max fmax fmin float_power ldexp logaddexp2 "
+          "special_xlog1py gcd lcm").split()  # fmt: skip
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp": (-0.3, 0.4), "clamp_min": (0.3,), "clamp_max": (0.3,), "threshold": (0.5, 0.1), "pow.Tensor_Scalar": (3,),
+    "mvlgamma": (1,),
 }  # fmt: skip
+SCALAR_FIRST = ("aten.pow.Scalar", "aten.pow.Tensor_Scalar", "aten.float_power.Scalar")
 RANDOM: dict[str, tuple[Any, ...]] = {
     "rand_like": (), "randn_like": (), "uniform": (), "exponential": (), "normal_functional": (), "bernoulli": (),
     "log_normal": (), "geometric": (0.3,), "cauchy": (), "randint_like": (9,),
 }  # fmt: skip
 for name, text in LINES.items():
     stem, overload = name.removeprefix("aten.").split(".")[:2] if name.startswith("aten.") else (name, "")
-    integers = stem.startswith("bitwise") or stem in ("__and__", "__or__")
+    integers = stem.startswith("bitwise") or stem in ("__and__", "__or__", "gcd", "lcm")
+    if stem == "polygamma":  # its first argument is a number
+        continue
     if text == "... (, ...) ~> ..." and stem in BINARY:
         one, two = (T(i, 6, 4, 6), T(i, 6, 6)) if integers else (T(p, 4, 6), T(p, 6))
         if stem == "floor_divide":  # torch has no gradient for it
             one, two = T(lambda *s: p(*s).detach(), 4, 6), T(lambda *s: p(*s).detach(), 6)
         add(name, one, two)
-    elif overload in ("Scalar", "Tensor_Scalar") and stem in BINARY and stem != "pow":
+    elif overload in ("Scalar", "Tensor_Scalar") and stem in BINARY and name not in SCALAR_FIRST:
         add(name, T(i, 6, 4, 6) if integers or stem == "floor_divide" else T(p, 4, 6), 2)
     elif text == "... ~> ..." and overload in ("default", "Tensor_Scalar"):
         args = ARGUMENTS.get(f"{stem}.{overload}", ARGUMENTS.get(stem, ()))
@@ -107,12 +113,12 @@ add("aten.add.Tensor", T(f, 4, 6), 0)
 add("aten.mul.Tensor", T(f, 4, 5, 6), T(f, 5, 1))
 add("aten.mul.Tensor", T(f, 4, 6), 2.0)
 add("aten.mul.Scalar", T(f, 4, 6), 2.0)
-add("aten.multiply.Tensor", T(f, 4, 6), T(f, 6))
-for op in ("div.Tensor", "true_divide.Tensor"):
-    add(f"aten.{op}", T(f, 4, 6), T(p, 6))
+add("aten.div.Tensor", T(f, 4, 6), T(p, 6))
 add("aten.div.Tensor", T(f, 4, 6), 2.0)
 add("aten.div.Scalar", T(f, 4, 6), 2.0)
-add("aten.div.Tensor_mode", T(f, 4, 6), 0.5, rounding_mode="floor")
+for op in ("Tensor_mode", "Scalar_mode"):
+    add(f"aten.div.{op}", T(f, 4, 6), 0.5, rounding_mode="floor")
+add("aten.div.Scalar_mode", T(f, 4, 6), 0.5, rounding_mode=None)
 add("aten.div.Tensor_mode", T(f, 4, 6), T(p, 4, 6), rounding_mode=None)
 for op in ("neg", "clone", "contiguous", "alias", "detach", "conj", "lift_fresh_copy"):
     add(f"aten.{op}.default", T(f, 4, 6))
@@ -349,5 +355,7 @@ for op in ("var", "std"):
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [1], True, True)
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [0, 2], False)
     add(f"aten.{op}.default", T(f, 4, 6))
+
+add_all()
 
 __all__ = ["SAMPLES"]

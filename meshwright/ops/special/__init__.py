@@ -9,6 +9,7 @@ from meshwright.ops.special.build import Special
 from meshwright.ops.special.experts import EXPERTS
 from meshwright.ops.special.index import INDEX
 from meshwright.ops.special.loss import LOSS
+from meshwright.ops.special.matrices import MATRICES
 from meshwright.ops.special.norm import NORM
 from meshwright.ops.special.pointwise import POINTWISE
 from meshwright.ops.special.products import PRODUCTS
@@ -20,6 +21,7 @@ SPECIAL: dict[str, Special] = {
     **SHAPE,
     **POINTWISE,
     **PRODUCTS,
+    **MATRICES,
     **REDUCE,
     **NORM,
     **ATTENTION,

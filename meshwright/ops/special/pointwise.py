@@ -67,7 +67,7 @@ POINTWISE: dict[str, Special] = {
         f"aten.{n}": summed
         for n in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar")
     },
-    **{f"aten.{n}": divided for n in ("div.Tensor", "div.Scalar", "div.Tensor_mode", "true_divide.Tensor")},
+    **{f"aten.{n}": divided for n in ("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode")},
     **{f"aten.{n}": cast for n in ("_to_copy.default", "to.dtype", "to.dtype_layout", "type_as.default")},
     **{f"aten.{n}": chosen for n in ("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")},
     **{f"aten.{n}": masked_fill for n in ("masked_fill.Scalar", "masked_fill.Tensor")},

@@ -35,12 +35,12 @@ def _total(node: Node, types: Types) -> Rule:
     return _reduced(node, types, dims, keep, "", "->")
 
 
-def reduced(dim_at: int = 1, keep_at: int = 2) -> Special:
+def reduced(dim_at: int = 1, keep_at: int = 2, default: int | None = None) -> Special:
     """A reduction that needs all elements at once (maximum, norm, variance)."""
 
     def rule(node: Node, types: Types) -> Rule:
         source, result = shapes_in(node, types)[0], node.outputs[0].shape
-        given = node.arg(dim_at, "dim")
+        given = node.arg(dim_at, "dim", default)
         dims = dims_of(given if not isinstance(given, bool) else None, len(source))
         keep = len(result) == len(source) and math.prod(source) > 0 and bool(source)
         return _reduced(node, types, dims, keep and bool(node.arg(keep_at, "keepdim", False)), "!", "~>")
@@ -51,6 +51,26 @@ def reduced(dim_at: int = 1, keep_at: int = 2) -> Special:
 def all_reduced(node: Node, types: Types) -> Rule:
     """A reduction over all elements that needs them at once."""
     return _reduced(node, types, tuple(range(len(shapes_in(node, types)[0]))), False, "!", "~>")
+
+
+def quantiles(node: Node, types: Types) -> Rule:
+    """``a0 a1!, @q! ~> q! a0``: reduced, once for each number of a tensor of them."""
+    source, wanted = shapes_in(node, types)
+    given, rank = node.arg(2, "dim"), len(source)
+    dims = dims_of(given, rank)
+    keep = bool(node.arg(3, "keepdim", False))
+    before = text_of(letters(rank, dict.fromkeys(dims, "!")))
+    after = [("1" if keep else "") if i in dims else n for i, n in enumerate(letters(rank))]
+    many = ["q!"] * len(wanted)
+    return line(node, types, f"{before}, @{text_of(many)} ~> {text_of(many + [a for a in after if a])}")
+
+
+def renorm(node: Node, types: Types) -> Rule:
+    """``a0! a1 a2! ~> a0! a1 a2!``: each slice of a dim has a norm of its own."""
+    rank = len(shapes_in(node, types)[0])
+    dim = int(node.args[2]) % rank
+    text = text_of(letters(rank, {i: "!" for i in range(rank) if i != dim}))
+    return line(node, types, f"{text} ~> {text}")
 
 
 def along(arrow: str, dim_at: int = 1, default: int | None = -1) -> Special:
@@ -110,11 +130,18 @@ REDUCE: dict[str, Special] = {
     **_named("max.dim min.dim any.dim all.dim argmax.default argmin.default prod.dim_int median.dim logsumexp.default "
              "nansum.default any.dims all.dims", reduced()),
     **_named("var.correction std.correction var_mean.correction count_nonzero.dim_IntList", reduced(keep_at=99)),
-    **_named("var.dim std.dim", reduced(keep_at=3)),
-    **_named("linalg_vector_norm.default norm.ScalarOpt_dim", reduced(2, 3)),
+    **_named("std_mean.correction aminmax.default", reduced(keep_at=99)),
+    **_named("var.dim std.dim var_mean.dim std_mean.dim", reduced(keep_at=3)),
+    **_named("nanmedian.dim nanmean.default", reduced()),
+    **_named("mode.default", reduced(default=-1)),
+    **_named("linalg_vector_norm.default norm.ScalarOpt_dim linalg_norm.default linalg_norm.ord_str quantile.scalar "
+             "nanquantile.scalar", reduced(2, 3)),
+    **_named("quantile.default nanquantile.default", quantiles),
+    **_named("renorm.default", renorm),
     **_named("kthvalue.default", reduced(2, 3)),
     **_named("max.default min.default any.default all.default prod.default median.default norm.Scalar "
-             "count_nonzero.default var.default std.default", all_reduced),
+             "count_nonzero.default var.default std.default var_mean.default std_mean.default "
+             "nanmedian.default", all_reduced),
     **_named("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("~>")),
     **_named("cumprod.default logcumsumexp.default cummax.default cummin.default sort.default "
              "argsort.default", along("~>")),

@@ -221,6 +221,37 @@ def col2im(node: Node, types: Types) -> Rule:
     return line(node, types, f"{batch}(c k!) l! -> {batch}c h! w!")
 
 
+def unfold(node: Node, types: Types) -> Rule:
+    """``a0 a1! -> a0 y! z!``: windows along one dim, whose elements come last."""
+    source = shapes_in(node, types)[0]
+    if not source:
+        return line(node, types, " -> z!")
+    dim = int(node.args[1]) % len(source)
+    after = letters(len(source))
+    after[dim] = "y!"
+    return line(node, types, f"{text_of(letters(len(source), {dim: '!'}))} -> {text_of([*after, 'z!'])}")
+
+
+def diag_embed(node: Node, types: Types) -> Rule:
+    """``a0 d! -> a0 x! y!``: the last dim becomes the diagonal of two, which may stand anywhere."""
+    source, rank = shapes_in(node, types)[0], len(node.outputs[0].shape)
+    first, second = (int(node.arg(2 + i, f"dim{i + 1}", i - 2)) % rank for i in (0, 1))
+    names = letters(len(source) - 1)
+    kept = iter(names)
+    after = ["x!" if d == first else "y!" if d == second else next(kept) for d in range(rank)]
+    return line(node, types, f"{text_of([*names, 'd!'])} -> {text_of(after)}")
+
+
+def diagonal(node: Node, types: Types) -> Rule:
+    """``a0 x! y! -> a0 d!``: the diagonal of two dims comes last."""
+    source = shapes_in(node, types)[0]
+    taken = {int(node.arg(2 + i, f"dim{i + 1}", i)) % len(source) for i in (0, 1)}
+    names = letters(len(source))
+    kept = [n for i, n in enumerate(names) if i not in taken]
+    before = letters(len(source), dict.fromkeys(taken, "!"))
+    return line(node, types, f"{text_of(before)} -> {text_of([*kept, 'd!'])}")
+
+
 SHAPE: dict[str, Special] = {
     "aten.view.default": view,
     "aten.reshape.default": view,
@@ -237,6 +268,9 @@ SHAPE: dict[str, Special] = {
     "aten.constant_pad_nd.default": pad,
     "aten.repeat.default": repeat,
     "aten.repeat_interleave.self_int": repeat_interleave,
+    "aten.unfold.default": unfold,
+    "aten.diag_embed.default": diag_embed,
+    "aten.diagonal.default": diagonal,
     "aten.im2col.default": im2col,
     "aten.col2im.default": col2im,
     "aten.full.default": creation,

@@ -115,6 +115,13 @@ FORWARD: dict[str, tuple[float, float]] = {
     "aten.logsumexp.default": (1, 0),  # what lies above the largest, then its exponentials in the same memory
 }
 BIASES = {"aten.linear.default": 2, "aten.addmm.default": 0}  # the port of the bias
+
+
+def _rows(names: str, before: float) -> dict[str, tuple[float, float]]:
+    """Return a row, of what is made before the results, for each of these overloads of aten."""
+    return {f"aten.{n if '.' in n else n + '.default'}": (before, 0) for n in names.split()}
+
+
 # Backward, likewise, beside the gradients.
 BACKWARD: dict[str, tuple[float, float]] = {
     "aten.cross_entropy_loss.default": (1, 0),
@@ -131,15 +138,30 @@ BACKWARD: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("aten.var.dim", "aten.std.dim", "aten.linalg_vector_norm.default"), (1, 0)),
     **dict.fromkeys(("aten.amax.default", "aten.amin.default", "aten.prod.dim_int"), (1, 0)),
     **dict.fromkeys(("aten.maximum.default", "aten.minimum.default"), (1, 0)),
-    "aten.cosine_similarity.default": (4, 0),
+    "aten.cosine_similarity.default": (3, 0),  # beside its directions, which are saved
+    **_rows("i0 aminmax var_mean var_mean.dim var_mean.correction std_mean std_mean.dim std_mean.correction "
+            "linalg_norm linalg_slogdet linalg_eigh linalg_eigvalsh linalg_svdvals linalg_svd linalg_matrix_power", 1),
+    **_rows("linalg_solve linalg_solve_triangular", 1.25),
+    **_rows("nanmean", 1.5),
+    **_rows("linalg_inv linalg_inv_ex linalg_det quantile quantile.scalar", 2),
+    **_rows("asinh atanh logaddexp2 special_entr special_erfcx linalg_cholesky linalg_cholesky_ex linalg_qr", 3),
+    **_rows("special_ndtr special_ndtri special_i0e", 4),
+    **_rows("special_i1", 4.25),
+    **_rows("special_log_ndtr", 6),
+    **_rows("special_i1e", 6.25),
+    **_rows("linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor pinverse", 12),
+    **_rows("linalg_matrix_exp", 47),
     "aten.cumsum.default": (2, 0),
     "aten.erf.default": (4, 0),
-}
+}  # fmt: skip
 # Beside these, boolean masks of so many elements for each one of the first input.
 MASKS: dict[str, int] = {
     **dict.fromkeys(("aten.clamp.default", "aten.maximum.default", "aten.minimum.default"), 2),
+    **dict.fromkeys(("aten.fmax.default", "aten.fmin.default"), 2),
     **dict.fromkeys(("aten.clamp_min.default", "aten.clamp_max.default"), 1),
-    **dict.fromkeys(("aten.amax.default", "aten.amin.default", "aten.prod.dim_int"), 1),
+    **dict.fromkeys(
+        ("aten.amax.default", "aten.amin.default", "aten.prod.dim_int", "aten.aminmax.default"), 1
+    ),
 }
 COUNTED = ("aten.amax.default", "aten.amin.default")  # the mask is summed as i64
 DIVIDE = "aten.div.Tensor"
