@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from meshwright.capture.aliases import ALIASES
+from meshwright.ops.aliases import ALIASES
 from meshwright.capture.blocks import body_of, inline, is_block
 from meshwright.capture.in_place import may_be_new, write_anew
 from meshwright.capture.normalize import TABLE

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.capture.aliases import first_names
+from meshwright.ops.aliases import first_names
 from meshwright.capture.composites import COMPOSITES
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, Values, arguments, named, rewrite
 from meshwright.capture.slices_and_joins import SLICES_AND_JOINS

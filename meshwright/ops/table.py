@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.core.graph import ROWS_MARK, Argument, Graph, Node, Ref, TensorType
 from meshwright.errors import MeshwrightError, RuleError
+from meshwright.ops.aliases import ALIASES
 from meshwright.ops.rule import Rule, parse_pattern, without_terms
 from meshwright.ops.special import SPECIAL
 from meshwright.ops.special.build import line, replicated
@@ -138,9 +139,11 @@ def user_rules() -> tuple[tuple[str, str], ...]:
 
 
 def overload(op: str) -> str:
-    """Return the full name of an operator: ``mylib::op`` and ``mylib.op`` mean ``mylib.op.default``."""
+    """Return the full name of an operator: ``mylib::op`` and ``mylib.op`` mean ``mylib.op.default``, and a second name
+    of an operator means the first."""
     name = op.replace("::", ".")
-    return name if name.count(".") >= 2 else f"{name}.default"
+    name = name if name.count(".") >= 2 else f"{name}.default"
+    return ALIASES.get(name, name)
 
 
 def has_rule(op: str) -> bool:

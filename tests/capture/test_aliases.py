@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture.aliases import ALIASES
+from meshwright.ops.aliases import ALIASES
 from meshwright.capture.normalize import TABLE
 from meshwright.ops.table import has_rule
 from tests.capture.test_normalize import check, ops

@@ -15,7 +15,7 @@ from torch.fx import traceback
 
 import meshwright as mw
 from meshwright.capture import capture
-from meshwright.capture.aliases import ALIASES
+from meshwright.ops.aliases import ALIASES
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
 from meshwright.core.graph import Graph, Node, Ref, map_refs

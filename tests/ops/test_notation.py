@@ -142,6 +142,7 @@ def test_a_users_rule_that_does_not_fit_names_the_line():
 
 def test_overload_names():
     assert [overload(n) for n in ("a::b", "a.b", "a::b.c")] == ["a.b.default", "a.b.default", "a.b.c"]
+    assert overload("aten::concatenate") == "aten.cat.default"  # captured programs have the first name
 
 
 def test_a_square_carries_no_pending_sum():
