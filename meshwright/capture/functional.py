@@ -12,10 +12,10 @@ import operator
 import torch
 from torch import fx
 
-from meshwright.ops.aliases import ALIASES
 from meshwright.capture.blocks import body_of, inline, is_block
 from meshwright.capture.in_place import may_be_new, write_anew
 from meshwright.capture.normalize import TABLE
+from meshwright.ops.aliases import ALIASES
 from meshwright.ops.table import LINES, SPECIAL
 
 # Decomposition says these in other words, or nothing shows that it does not.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.ops.aliases import first_names
 from meshwright.capture.composites import COMPOSITES
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, Values, arguments, named, rewrite
 from meshwright.capture.slices_and_joins import SLICES_AND_JOINS
 from meshwright.capture.warnings import SPARSE, is_sparse
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 from meshwright.errors import CaptureError
+from meshwright.ops.aliases import first_names
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DROPOUT = "meshwright.dropout"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.ops.aliases import ALIASES
 from meshwright.capture.normalize import TABLE
+from meshwright.ops.aliases import ALIASES
 from meshwright.ops.table import has_rule
 from tests.capture.test_normalize import check, ops
 from tests.ops.prove import plain, type_of

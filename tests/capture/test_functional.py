@@ -15,11 +15,11 @@ from torch.fx import traceback
 
 import meshwright as mw
 from meshwright.capture import capture
-from meshwright.ops.aliases import ALIASES
 from meshwright.capture.forward import capture_forward
 from meshwright.capture.functional import UNCHANGED
 from meshwright.core.graph import Graph, Node, Ref, map_refs
 from meshwright.examples import gpt, llama, recommender
+from meshwright.ops.aliases import ALIASES
 from tests.breadth import first
 from tests.ops.prove import CPU, Sample, argument, sample
 from tests.ops.sample_calls import f, i
