@@ -19,7 +19,15 @@ from meshwright.search.budget import MEMORY, TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
-from meshwright.search.joint.dimensions import Dimension, Point, dimensions, micro_batches_of, points, wider
+from meshwright.search.joint.dimensions import (
+    Dimension,
+    Point,
+    dimensions,
+    distinct,
+    micro_batches_of,
+    points,
+    wider,
+)
 from meshwright.search.joint.explain import technique_lines
 from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.front import Front
@@ -207,7 +215,7 @@ def _searched(
     rows = [
         (made.least_seconds(candidate, point.techniques), sum(point.places), number, point)
         for number, candidate in enumerate(made.candidates)
-        for point in points(over, planner.techniques)
+        for point in distinct(over, planner.techniques)
         if point.techniques.pieces <= candidate.examples and point.techniques not in old
     ]
     rows.sort(key=lambda row: row[:3])
@@ -271,7 +279,7 @@ def _sought(
     when candidates were chosen. On thousands of ranks one search would take longer than all before it."""
     limit = planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, Techniques]] = []
-    for point in points(wide, planner.techniques):
+    for point in distinct(wide, planner.techniques):
         asked = point.techniques
         most = (1 - TECHNIQUES.search_worth) * step_of(best) if best else math.inf
         quick = [c for c in made.candidates if asked.pieces <= c.examples]

@@ -7,7 +7,7 @@ would make the numbers inexact is not among the values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,11 +96,23 @@ def sparing(planner: Planner, asked: Techniques) -> Iterator[Techniques]:
 
 
 def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
-    """All points; a point keeps what the base has beside the dimensions."""
+    """All points; a point keeps what the base has beside the dimensions. One micro-batch accumulates nothing: there
+    two points have equal techniques."""
     names = [d.name for d in over]
     for places in itertools.product(*(range(len(d.values)) for d in over)):
-        values = [d.values[k] for d, k in zip(over, places, strict=True)]
-        yield Point(places, replace(base, **dict(zip(names, values, strict=True))))
+        asked = dict(zip(names, (d.values[k] for d, k in zip(over, places, strict=True)), strict=True))
+        made = replace(base, **asked)
+        if made.pieces == 1 and asked.get("gradient_accumulation_shard"):
+            made = replace(made, gradient_accumulation_shard=False)
+        yield Point(places, made)
+
+
+def distinct(over: tuple[Dimension, ...], base: Techniques) -> Collection[Point]:
+    """The points with techniques of their own, the plainest of equal ones."""
+    found: dict[Techniques, Point] = {}
+    for point in points(over, base):
+        found.setdefault(point.techniques, point)
+    return found.values()
 
 
 def _recompute(graph: Graph) -> Dimension:
@@ -141,4 +153,4 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "points", "powers", "sparing", "wider"]
+__all__ = ["Dimension", "Point", "dimensions", "distinct", "points", "powers", "sparing", "wider"]

@@ -97,7 +97,7 @@ def _sparing(planner: Planner, over: tuple[Dimension, ...]) -> list[Techniques]:
         if sum(most - place for most, place in zip(last, point.places, strict=True)) == 1
         and all(most >= place for most, place in zip(last, point.places, strict=True))
     ]
-    return [*(point.techniques for point in _least_memory_first(planner, over)), *less]
+    return list(dict.fromkeys([*(point.techniques for point in _least_memory_first(planner, over)), *less]))
 
 
 def _is_beyond(under: Planner, most: float, *, moved: bool) -> bool:
