@@ -165,14 +165,12 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
         if planner.request.stop.now():
             return
         if alpha is None:
-            with skipping_unproven():
-                around = _bound(planner, tried, name, space)
+            around = _bound(planner, tried, name, space)
         planner.tell(name, _best(planner, tried), tried.steps.get(name))
     for entry in entries(space, around) if around else ():
         if planner.request.stop.now() or _is_near(planner, tried, name):
             return
-        with skipping_unproven():
-            _bound(planner, tried, name, space, entry)
+        _bound(planner, tried, name, space, entry)
         planner.tell(name, _best(planner, tried), tried.steps[name])
 
 
@@ -269,18 +267,21 @@ def _smaller_limits(planner: Planner, tried: _Tried) -> None:
 def _bound(
     planner: Planner, tried: _Tried, name: str, space: Space, entry: str = ""
 ) -> tuple[int, ...] | None:
-    """Note the least that a step of this space takes by a chain; returns a choice that takes no more by it."""
+    """Note the least that a step of this space takes by a chain; returns a choice that takes no more by it, if a solve
+    came to one."""
     problem, limit, ended = step_problem(space, entry), planner.limit(space), planner.request.stop.now
-    if limit is None:
-        found = solve(problem, ended=ended)
-    else:
-        memory = memory_of(space, planner.request.optimizer_states)
-        limits = np.full(memory.instants, limit)
-        found = solve_limited(
-            problem, memory, limits, enough=MEMORY.near, most_solves=AUTO.bound_solves, ended=ended
-        )
-    tried.steps[name] = max(found.bound, tried.steps.get(name, 0.0))
-    return found.states
+    with skipping_unproven():
+        if limit is None:
+            found = solve(problem, ended=ended)
+        else:
+            memory = memory_of(space, planner.request.optimizer_states)
+            limits = np.full(memory.instants, limit)
+            found = solve_limited(
+                problem, memory, limits, enough=MEMORY.near, most_solves=AUTO.bound_solves, ended=ended
+            )
+        tried.steps[name] = max(found.bound, tried.steps.get(name, 0.0))
+        return found.states
+    return None
 
 
 def _is_near(planner: Planner, tried: _Tried, name: str) -> bool:

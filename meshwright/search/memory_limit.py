@@ -7,6 +7,7 @@ are tightened by what it missed, and the search goes on. The bound is that of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,11 +50,8 @@ def limited(
     `below`: seconds of a step; a choice that is over the limit and no quicker ends it, as what takes less is slower.
     `known`: a choice to begin with where memory has no limit. Ended early it returns the best so far, and `stopped`.
     """
-    asked = (planner, space, alpha, alone, known, most_solves, enough, below)
-    if alone:
-        return _limited(*asked)
-    with skipping_unproven():
-        return _limited(*asked)
+    with nullcontext() if alone else skipping_unproven():
+        return _limited(planner, space, alpha, alone, known, most_solves, enough, below)
     return Limited(None, 0.0)
 
 

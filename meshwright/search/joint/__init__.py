@@ -165,13 +165,18 @@ def _best(
 
 def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult:
     """The best with how far it is from what no choice under any techniques undercuts."""
-    bound = least_of(planner).in_one(1)
-    with skipping_unproven():
-        bound = solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
+    bound = _least_step(planner, space)
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
         bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, step_of(best) / bound - 1) if bound > 0 else 0.0
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
+
+
+def _least_step(planner: Planner, space: Space) -> float:
+    """Seconds that no step in one piece is below: by the shardings of a space, else by computing alone."""
+    with skipping_unproven():
+        return solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
+    return least_of(planner).in_one(1)
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...]) -> list[SearchResult]:

@@ -7,7 +7,7 @@ would make the numbers inexact is not among the values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,15 +96,20 @@ def sparing(planner: Planner, asked: Techniques) -> Iterator[Techniques]:
 
 
 def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
-    """All points; a point keeps what the base has beside the dimensions. One micro-batch accumulates nothing: there
-    two points have equal techniques."""
+    """All points; a point keeps what the base has beside the dimensions. Some have equal techniques."""
     names = [d.name for d in over]
     for places in itertools.product(*(range(len(d.values)) for d in over)):
-        asked = dict(zip(names, (d.values[k] for d, k in zip(over, places, strict=True)), strict=True))
-        made = replace(base, **asked)
-        if made.pieces == 1 and asked.get("gradient_accumulation_shard"):
-            made = replace(made, gradient_accumulation_shard=False)
-        yield Point(places, made)
+        values = [d.values[k] for d, k in zip(over, places, strict=True)]
+        yield Point(places, with_values(base, dict(zip(names, values, strict=True))))
+
+
+def with_values(base: Techniques, values: Mapping[str, Any]) -> Techniques:
+    """The techniques with other values. One micro-batch accumulates nothing, so nothing in shards unless a user said
+    so."""
+    made = replace(base, **values)
+    if made.pieces > 1 or "gradient_accumulation_shard" in base.given:
+        return made
+    return replace(made, gradient_accumulation_shard=False)
 
 
 def distinct(over: tuple[Dimension, ...], base: Techniques) -> Collection[Point]:
@@ -153,4 +158,14 @@ def powers() -> Iterator[int]:
         number *= 2
 
 
-__all__ = ["Dimension", "Point", "dimensions", "distinct", "points", "powers", "sparing", "wider"]
+__all__ = [
+    "Dimension",
+    "Point",
+    "dimensions",
+    "distinct",
+    "points",
+    "powers",
+    "sparing",
+    "wider",
+    "with_values",
+]

@@ -14,6 +14,8 @@ from meshwright.search.joint.front import Front
 from meshwright.search.joint.neighbours import Neighbour, value_of
 from meshwright.search.planner import SearchResult
 
+IF_CHOSEN = ("gradient_accumulation_shard",)  # says nothing of itself where it is not taken
+
 
 def technique_lines(
     made: Front,
@@ -24,10 +26,8 @@ def technique_lines(
 ) -> tuple[str, ...]:
     """A line for each technique of the `answer`. `near`: of each the next best, beside the `best` with one
     policy of recompute for all layers."""
-    left_out = () if answer.techniques.gradient_accumulation_shard else ("gradient_accumulation_shard",)
-    lines = [
-        _line(made, d, best, near.get(d.name), answer.techniques) for d in over if d.name not in left_out
-    ]
+    said = [d for d in over if d.name not in IF_CHOSEN or getattr(answer.techniques, d.name)]
+    lines = [_line(made, d, best, near.get(d.name), answer.techniques) for d in said]
     if answer.techniques.prefetch > 1 and "prefetch" not in answer.techniques.given:
         lines.append(f"auto chose prefetch={answer.techniques.prefetch}: gathers of weights start earlier")
     return tuple(lines)

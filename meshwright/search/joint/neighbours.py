@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.search.budget import TECHNIQUES
-from meshwright.search.joint.dimensions import Dimension
+from meshwright.search.joint.dimensions import Dimension, with_values
 from meshwright.search.joint.front import Front
 from meshwright.search.memory_limit import fits_in_both
 from meshwright.search.planner import SearchResult
@@ -35,8 +35,8 @@ def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> di
     found = {SHARDINGS: _next(made, best, [(best.techniques, _enough(None, best.techniques, best))])}
     for dimension in over:
         mine = value_of(dimension, best.techniques)
-        others = [replace(best.techniques, **{dimension.name: v}) for v in dimension.values if v != mine]
-        others = [t for t in others if t.pieces > 1 or not t.gradient_accumulation_shard]
+        others = [with_values(best.techniques, {dimension.name: v}) for v in dimension.values if v != mine]
+        others = [t for t in others if t != best.techniques]
         found[dimension.name] = _next(made, best, [(t, _enough(dimension, t, best)) for t in others])
     return {name: one for name, one in found.items() if one is not None}
 

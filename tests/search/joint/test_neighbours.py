@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.techniques import Techniques
-from meshwright.search.joint.dimensions import Dimension
+from meshwright.search.joint.dimensions import Dimension, with_values
 from meshwright.search.joint.neighbours import SHARDINGS, Neighbour, neighbours, quicker
 
 OVER = (
@@ -80,3 +80,13 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
     assert near["recompute"].techniques.recompute == ""  # the other is too much for the host
     made.spent = True  # of a large model as many as may be were simulated
     assert neighbours(made, OVER, best)["micro_batches"].found is None and simulated == [2, 1]
+
+
+def test_one_micro_batch_keeps_sums_in_shards_only_where_a_user_said_so() -> None:
+    shards = {"gradient_accumulation_shard": True}
+    chosen = Techniques(micro_batches=2, **shards)
+    asked = Techniques(micro_batches=2, given=frozenset(shards), **shards)
+    assert with_values(chosen, {"micro_batches": 1}) == Techniques()
+    assert with_values(chosen, {"micro_batches": 4}).gradient_accumulation_shard
+    assert with_values(asked, {"micro_batches": 1}).gradient_accumulation_shard
+    assert with_values(Techniques(), shards) == Techniques()  # no neighbour of its own
