@@ -372,3 +372,8 @@ def _show(value: Argument) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return str(value) if isinstance(value, Ref | Dtype | Device) else repr(value)
+
+
+def of_aten(names: str) -> tuple[str, ...]:
+    """Return operators of aten: ``relu add.Tensor`` are ``aten.relu.default`` and ``aten.add.Tensor``."""
+    return tuple(f"aten.{name if '.' in name else name + '.default'}" for name in names.split())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.core.graph import MOVES, PIN, START, WAIT
+from meshwright.core.graph import MOVES, PIN, START, WAIT, of_aten
 
 
 def _named(names: str) -> frozenset[str]:
-    return frozenset(f"aten.{n if '.' in n else n + '.default'}" for n in names.split())
+    return frozenset(of_aten(names))
 
 
 BIAS, MASKED, UNFUSED = "bias", "masked_attention", "unfused_attention"  # names beside those of operators

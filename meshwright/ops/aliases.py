@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, of_aten
 
 
 def _same(names: str) -> dict[str, str]:
     """Return the table of lines ``second=first``, each with an overload (`default` if none is given)."""
-    pairs = (pair.split("=") for pair in names.split())
-    return {_overload(second): _overload(first) for second, first in pairs}
-
-
-def _overload(name: str) -> str:
-    return f"aten.{name if '.' in name else name + '.default'}"
+    both = of_aten(names.replace("=", " "))
+    return dict(zip(both[::2], both[1::2], strict=True))
 
 
 def _overloads(names: str, overloads: str) -> dict[str, str]:

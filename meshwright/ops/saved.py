@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.graph import DTYPES, Node
+from meshwright.core.graph import DTYPES, Node, of_aten
 from meshwright.ops.kept_by_recurrent import kept_by_recurrent
 from meshwright.ops.saved_extra import EXTRA, Types, first, itemsize, rows_of
 
@@ -48,7 +48,7 @@ Keeps = str | Callable[[Node, Types, Sequence[bool]], Saved]
 
 
 def _each(names: str, line: Keeps) -> dict[str, Keeps]:
-    return {f"aten.{n if '.' in n else n + '.default'}": line for n in names.split()}
+    return dict.fromkeys(of_aten(names), line)
 
 
 KEEPS: dict[str, Keeps] = {

@@ -164,7 +164,7 @@ def plain_p(*shape: int) -> torch.Tensor:
     return p(*shape).detach()
 
 
-def add_all() -> None:
+def add_algebra() -> None:
     """Add the samples of this file."""
     _matrices()
     _products()

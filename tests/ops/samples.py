@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from meshwright.ops.table import LINES
-from tests.ops import product_samples  # noqa: F401  it adds its own
-from tests.ops.algebra_samples import add_all
+from tests.ops.algebra_samples import add_algebra
+from tests.ops.product_samples import add_products
 from tests.ops.prove import CPU
 from tests.ops.sample_calls import F64, SAMPLES, T, add, b, f, i, p, twice
+
+add_products()
 
 # ---- tables, reading and writing at places
 add("aten.embedding.default", T(f, 8, 6), T(i, 8, 4, 5))
@@ -356,6 +358,6 @@ for op in ("var", "std"):
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [0, 2], False)
     add(f"aten.{op}.default", T(f, 4, 6))
 
-add_all()
+add_algebra()
 
 __all__ = ["SAMPLES"]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.graph import DTYPES, Graph, Node, TensorType
+from meshwright.core.graph import DTYPES, Graph, Node, TensorType, of_aten
 from meshwright.cost.operator_tables import (
     ATTENTION,
     BROADCASTS,
@@ -119,7 +119,7 @@ BIASES = {"aten.linear.default": 2, "aten.addmm.default": 0}  # the port of the 
 
 def _rows(names: str, before: float) -> dict[str, tuple[float, float]]:
     """Return a row, of what is made before the results, for each of these overloads of aten."""
-    return {f"aten.{n if '.' in n else n + '.default'}": (before, 0) for n in names.split()}
+    return dict.fromkeys(of_aten(names), (before, 0))
 
 
 # Backward, likewise, beside the gradients.
