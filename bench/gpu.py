@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     began, rows = time.monotonic(), []
-    for old in ("cluster.yaml", "gpu.md", "gpu.json"):
+    for old in ("cluster.yaml", "calls.jsonl", "steps.jsonl", "gpu.md", "gpu.json"):
         (options.out / old).unlink(missing_ok=True)
     wanted = [name for name in CHECKS if not options.only or name in options.only]
     untimed = [name for name in wanted if name not in TIMED]

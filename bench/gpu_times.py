@@ -23,10 +23,12 @@ from bench.gpu_programs import PROGRAMS, Program
 from bench.models import CONFIGS, built_from
 from bench.one_rank import MEGATRON, narrow, run, show
 from bench.steps import Step, adamw
+from meshwright.calibrate.calls import with_calls
 from meshwright.calibrate.step_rows import describe_step, priced
 from meshwright.capture import Captured
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.techniques import techniques_from
+from meshwright.partition import Partition
 from meshwright.planning.search_request import request_for
 from meshwright.predict.memory.step import ADAMW_FUSED, peak
 from meshwright.predict.step_time import step_times
@@ -109,7 +111,8 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     ours_s, ours_bytes = times.median(OURS), sizes[OURS]
     shown = [f"step {ours_s * 1e3:.2f} ms"]
     if predicted is not None:
-        shown[0] += f", predicted {predicted['seconds'] * 1e3:.2f} ({predicted['seconds'] / ours_s:.3f})"
+        shown[0] += f", predicted {_beside(predicted['seconds'], ours_s)}"
+        shown[0] += f", from its own operators {_beside(predicted['by_calls'], ours_s)}"
         shown += [f"peak {ours_bytes / 1e6:.1f} MB, predicted ({predicted['bytes'] / ours_bytes:.3f})"]
     if rounded > 0.001 * ours_bytes:
         shown += [f"{rounded / 1e6:.1f} MB of them are blocks that the allocator rounds up"]
@@ -125,6 +128,10 @@ def _measured(place: Place, title: str, program: Program) -> Found:
     data = {"taken": dict(times.taken), "bytes": sizes, "predicted": predicted, "spread": spread}
     data["rounded_bytes"] = rounded
     return "; ".join(shown), data
+
+
+def _beside(seconds: float, measured: float) -> str:
+    return f"{seconds * 1e3:.2f} ({seconds / measured:.3f})"
 
 
 def _quartiles(found: list[float]) -> str:
@@ -226,7 +233,21 @@ def _predicted(place: Place, title: str, program: Program) -> dict[str, Any] | N
     with (place.out / "steps.jsonl").open("a", encoding="utf-8") as steps:
         steps.write(json.dumps({"program": title, **about}) + "\n")
     size = peak(parts, 0, optimizer=ADAMW_FUSED, device=place.kind).bytes
-    return {"seconds": step_times(parts, cluster).step_seconds, "bytes": size}
+    seconds = {
+        name: step_times(parts, known).step_seconds
+        for name, known in {"seconds": cluster, "by_calls": _with_calls(place, title, cluster, parts)}.items()
+    }
+    return {**seconds, "bytes": size}
+
+
+def _with_calls(place: Place, title: str, cluster: mw.Cluster, parts: Partition) -> mw.Cluster:
+    """The cluster with the seconds of the program's own operators, which are left in ``calls.jsonl``."""
+    began = time.perf_counter()
+    found = with_calls(cluster, parts, place.device)
+    took = time.perf_counter() - began
+    with (place.out / "calls.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"program": title, "took": took, "calls": found.measured.calls}) + "\n")
+    return found
 
 
 # ---------------------------------------------------------------- one rank of many
@@ -241,7 +262,8 @@ def _one_of_many(place: Place) -> Found:
     cluster, file = mw.Cluster.preset("h100", nodes=8), place.out / "cluster.yaml"
     if file.exists():
         known = mw.Cluster.load(file)
-        cluster = replace(cluster, device=known.device, measured=known.measured)
+        host = {"host_bytes_per_s": known.host_bytes_per_s, "host_memory_bytes": known.host_memory_bytes}
+        cluster = replace(cluster, device=known.device, measured=known.measured, **host)
     asked = techniques_from({"optimizer_parallel": 1})
     mesh = {"dp": 8, "tp": 8}
     plan = plan_captured(captured, mesh, "sharding_propagation", MEGATRON, request_for(cluster), asked)
@@ -260,14 +282,19 @@ def _one_of_many(place: Place) -> Found:
     about = describe_step(parts, cluster)
     alone = {**about, "tasks": [{k: v for k, v in task.items() if k != "send"} for task in about["tasks"]]}
     seconds, took = priced(alone, cluster).seconds(), min(taken)
+    by_calls = None  # of a cluster that was not calibrated
+    if file.exists():
+        by_calls = priced(alone, _with_calls(place, "rank 0 of 64", cluster, parts)).seconds()
     shown = f"{sum(ran.sent.values())} collectives, each as predicted; "
     shown += f"peak {ran.peak_bytes / 1e6:.1f} MB, predicted ({ran.expected_bytes / ran.peak_bytes:.3f}); "
-    shown += f"computes {took * 1e3:.1f} ms, predicted {seconds * 1e3:.1f} ({seconds / took:.3f})"
+    shown += f"computes {took * 1e3:.1f} ms, predicted {_beside(seconds, took)}"
+    shown += f", from its own operators {_beside(by_calls, took)}" if by_calls is not None else ""
     data = {
         "peak_bytes": ran.peak_bytes,
         "expected_bytes": ran.expected_bytes,
         "taken": taken,
         "seconds": seconds,
+        "by_calls": by_calls,
     }
     return shown, data
 

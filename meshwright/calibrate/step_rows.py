@@ -31,6 +31,7 @@ from meshwright.compile import captured_of, lower, plan_captured, values_of
 from meshwright.core.graph import DTYPES, TRANSFERS, Graph
 from meshwright.core.layout import SubDim, TensorLayout
 from meshwright.core.mesh import Mesh
+from meshwright.cost.calls import call_name
 from meshwright.cost.cluster import Cluster, Level
 from meshwright.cost.cluster_data import Device, Measured
 from meshwright.cost.host import copy_seconds, place, update_seconds_there
@@ -56,7 +57,7 @@ from meshwright.predict.accumulated import added, added_share
 from meshwright.predict.bucket_tasks import HOST_ENDS
 from meshwright.predict.offload_tasks import KEPT, LINK
 from meshwright.predict.phase_tasks import ADDING, HOST
-from meshwright.predict.price import letter_sizes, on_cluster
+from meshwright.predict.price import first_local, letter_sizes, on_cluster
 from meshwright.predict.tasks import step_tasks
 from meshwright.predict.timeline import COMPUTE, Task, play
 from meshwright.redistribute.steps import origin
@@ -163,12 +164,15 @@ def describe_step(parts: Partition, cluster: Cluster, device: str = "") -> dict[
 def works(parts: Partition, device: str) -> dict[str, Work]:
     """The work of every operator on the rank at the origin, in one micro-batch and one copy."""
     mesh, graph = parts.plan.mesh, parts.resharded.graph
-    found: dict[str, Work] = {}
+    found, local = dict[str, Work](), first_local(parts)
+    nodes, types = {node.name: node for node in local.nodes}, local.types
     for name, site in parts.factors.sites.items():
         sizes = letter_sizes(site, parts.resharded.ports[name], mesh, origin(mesh))
         wanted = [u in graph.needs_grad for u in site.node.uses]
         where = "cpu" if name in parts.plan.hosts else device
         found[name] = work(site.node, site.rule, sizes, graph.types, wanted, device=where)
+        if name in nodes:
+            found[name] = replace(found[name], call=call_name(nodes[name], types, wanted))
     return found
 
 
@@ -180,7 +184,7 @@ def _half(done: Work, phase: str) -> list[Any]:
         amounts = done.flops_backward, done.bytes_backward, done.launches_backward
         passes = done.passes_backward
     bias = 0.0 if phase == "forward" else float(done.bias_bytes)
-    return [done.kind, done.dtype, *map(float, amounts), done.name, bias, float(passes)]
+    return [done.kind, done.dtype, *map(float, amounts), done.name, bias, float(passes), done.call]
 
 
 def _updated(parts: Partition) -> list[list[Any]]:
@@ -266,13 +270,13 @@ def _add_work(
 ) -> float:
     """Add the seconds of one half of an operator to those by class; return the host's to issue it."""
     name: str = half[0]
-    dtype, flops, moved, launches, operator, bias, *more = half[1:]
+    dtype, flops, moved, launches, operator, bias, passes, call = half[1:]
     amounts = [
         x
-        for amount in (flops, moved, launches, *(more or [0.0]))
+        for amount in (flops, moved, launches, passes)
         for x in ((0.0, amount) if backward else (amount, 0.0))
     ]
-    one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias)
+    one = Work(name, dtype, *amounts, name=operator, bias_bytes=bias, call=call)
     whole = float(seconds(one, *where)[backward])
     starting = float(launches_of(one, where[0])[backward]) * launch_seconds(*where)
     kind: str = ALIKE.get(name, name)

@@ -47,6 +47,14 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or momentum.")
     ] = "adamw",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="First time the plan's operators on this machine's device (the first GPU, or the processor), with the "
+            "shapes that a rank has. The device must be of the cluster's type.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the time and the memory of a plan's step, now and after a change.
@@ -59,16 +67,18 @@ def estimate(
     states = optimizer_states(optimizer)
     machine = open_cluster(cluster)
 
+    from meshwright.cli.common import err
     from meshwright.cli.model import captured_model, cut
-    from meshwright.cli.what_if import Base, answer
+    from meshwright.cli.progress import Watch
+    from meshwright.cli.what_if import Base, Measured, answer
     from meshwright.plan.plan import Plan
-    from meshwright.report.estimate import estimate as estimated
 
     loaded = Plan.load(plan)
     opened, captured = captured_model(model, batch, seq)
-    now = estimated(cut(captured, loaded, machine), machine, states)
+    measured = Measured(Watch(err(), quiet=as_json)) if measure else None
+    base = Base(loaded, opened, captured, machine, states, batch, seq, measured)
+    now = base.estimate(cut(captured, loaded, machine), machine)
     columns, remarks, refused = [("now", now)], [], []
-    base = Base(loaded, opened, captured, machine, states, batch, seq)
     for text, changes in zip(what_if or (), requests, strict=True):
         began = time.perf_counter()
         try:

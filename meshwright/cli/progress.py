@@ -58,6 +58,10 @@ class Watch:
         self._bar.update(self._task, description=f"searching: {stage}", found=best + below)
         self._first_answer(best)
 
+    def count(self, done: int, total: int, what: str) -> None:
+        """Show how many of so many things are done, and the one that comes."""
+        self._bar.update(self._task, total=total, completed=done, found=what)
+
     def _first_answer(self, found: str) -> None:
         """Where no bar is drawn, one line says that an answer is there."""
         late = time.perf_counter() - self._began > FIRST_SECONDS

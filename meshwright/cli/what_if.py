@@ -14,8 +14,10 @@ from meshwright.errors import ClusterError, PlanError
 if TYPE_CHECKING:
     from meshwright.capture import Captured
     from meshwright.cli.model import Opened
+    from meshwright.cli.progress import Watch
     from meshwright.cost.cluster import Cluster
     from meshwright.ops.factors import Factors
+    from meshwright.partition import Partition
     from meshwright.plan.plan import Plan
     from meshwright.report.estimate import Estimate
 
@@ -31,6 +33,36 @@ class Base:
     optimizer_states: int
     batch: int | None
     sequence: int | None
+    measured: Measured | None = None
+
+    def estimate(self, parts: Partition, cluster: Cluster) -> Estimate:
+        """The estimate of a plan, with operators measured here if that was asked for."""
+        from meshwright.report.estimate import estimate
+
+        if self.measured is not None:
+            cluster = self.measured(cluster, parts)
+        return estimate(parts, cluster, self.optimizer_states)
+
+
+class Measured:
+    """Adds to clusters the seconds of plans' operators, each measured once on the device of this machine."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._calls = watch, dict[str, tuple[float, float]]()
+
+    def __call__(self, cluster: Cluster, parts: Partition) -> Cluster:
+        """The cluster with the seconds of a plan's operators. Raises ClusterError where its device is not here."""
+        import torch
+
+        from meshwright.calibrate.calls import with_calls
+
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        known = {**self._calls, **cluster.measured.calls}
+        cluster = replace(cluster, measured=replace(cluster.measured, calls=known))
+        with self._watch, self._watch.stage("measuring operators"):
+            found = with_calls(cluster, parts, device, self._watch.count)
+        self._calls = dict(found.measured.calls)
+        return found
 
 
 @rare_collection()
@@ -38,7 +70,6 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     """The estimate under changes of the shape and the ranks and under the techniques that are `asked` for, a remark,
     and the seconds that went into capturing. Raises PlanError."""
     from meshwright.cli.model import cut
-    from meshwright.report.estimate import estimate as estimated
 
     plan, opened, captured, cluster = base.plan, base.opened, base.captured, base.cluster
     if plan.own and "ranks" in changes:
@@ -62,7 +93,7 @@ def answer(base: Base, changes: Mapping[str, str], asked: Mapping[str, Any]) -> 
     if asked and not in_stages:
         plan, remark = _with(base, plan, captured, cluster, asked)
         remarks += [remark] if remark else []
-    found = estimated(cut(captured, plan, cluster), cluster, base.optimizer_states)
+    found = base.estimate(cut(captured, plan, cluster), cluster)
     return found, "; ".join(remarks), capturing
 
 
@@ -237,4 +268,4 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
     raise AssertionError("a cluster has a level")
 
 
-__all__ = ["Base", "answer", "resized", "scaled", "with_rows"]
+__all__ = ["Base", "Measured", "answer", "resized", "scaled", "with_rows"]

@@ -59,6 +59,7 @@ class Measured:
     - `issues`: kind of operator or its name → factors of the host's time to issue one, forward and backward, over
       `issue_seconds`. ``free`` is a view, ``bias`` what a bias adds, ``update`` a parameter's update, ``step`` what a
       step takes beside its operators.
+    - `calls`: an operator with its shapes (`cost/calls.py`) → its seconds forward and backward, measured by itself.
     - `void`: names of rows that were measured while the machine was busy.
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """
@@ -72,6 +73,7 @@ class Measured:
     post_seconds: float = 0.0
     operators: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     issues: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    calls: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def seconds(work: Work, device: Device, measured: Measured | None = None) -> tup
     known = measured or Measured()
     if work.kind == "free":
         return (0.0, 0.0)
+    if work.call in known.calls:
+        return known.calls[work.call]
     factor = known.corrections.get(ALIKE.get(work.kind, work.kind), 1.0)
     starting = launch_seconds(device, known)
     halves: list[Amount] = []

@@ -54,7 +54,8 @@ class Work:
     or ``free`` (a view: nothing runs). Amounts are floats, or float64 arrays over strategies. Bytes count every read
     and write of device memory. The FLOPs of ``memory`` are those of `ELEMENT_FLOPS`. `passes_forward` and
     `passes_backward` are bytes that move before or after the arithmetic, not beside it. `name` is the operator's in
-    `Measured.operators`, ``layer_norm``. `bias_bytes`: those that backward adds up for the gradient of a bias.
+    `Measured.operators`, ``layer_norm``. `bias_bytes`: those that backward adds up for the gradient of a bias. `call`:
+    its name in `Measured.calls` (`cost/calls.py`), if it is one call.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Work:
     passes_backward: Amount = 0.0
     name: str = ""
     bias_bytes: Amount = 0.0
+    call: str = ""
 
 
 TILE = 128  # queries, and keys, that a GPU's kernel of attention computes together: fewer take as long

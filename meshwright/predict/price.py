@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node, map_refs
 from meshwright.core.mesh import IN_TIME, Mesh
+from meshwright.cost.calls import call_name
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.gradients import reduction_seconds
 from meshwright.cost.host import place, transfer_seconds, update_seconds_there
@@ -119,9 +120,8 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     """
     check_one_stage(parts.plan, "the price")
     mesh = on_cluster(parts.plan.mesh, cluster)
-    rank, times = mesh.rank(origin(mesh)), parts.micro_batches
-    programs = first_micro_batch(parts, rank) if times > 1 else None
-    local = parts.local(rank) if programs is None else programs.programs[0]
+    times, local = parts.micro_batches, first_local(parts)
+    programs = first_micro_batch(parts, mesh.rank(origin(mesh))) if times > 1 else None
     by_node = node_prices(parts, local, mesh, cluster)
     by_reshard = reshard_prices(parts, mesh, cluster)
     kept = activation_prices(parts, local, mesh, cluster)
@@ -155,6 +155,14 @@ def program_price(parts: Partition, cluster: Cluster, optimizer_states: int = 2)
     )
 
 
+def first_local(parts: Partition) -> Graph:
+    """Return the program of the rank at the origin, in its first micro-batch."""
+    rank = parts.plan.mesh.rank(origin(parts.plan.mesh))
+    if parts.micro_batches > 1:
+        return first_micro_batch(parts, rank).programs[0]
+    return parts.local(rank)
+
+
 def on_cluster(mesh: Mesh, cluster: Cluster) -> Mesh:
     """Return the mesh with links of the cluster; a mesh that has links is unchanged."""
     levels = {level.name for level in cluster.levels} | {IN_TIME}
@@ -182,6 +190,7 @@ def node_prices(
             sent.setdefault(parts.stands_for(node.name), []).extend(talk)
     found: dict[str, NodePrice] = {}
     again = demand_within(parts.again, local)
+    nodes = {node.name: node for node in local.nodes} if cluster.measured.calls else {}
     # copies of a layer share their layouts and their seconds
     known: dict[Hashable, tuple[tuple[Amount, Amount], Work]] = {}
     for name, site in sites.items():
@@ -195,6 +204,8 @@ def node_prices(
             local_sizes = letter_sizes(site, ports, mesh, at)
             where = "cpu" if host else cluster.device_type
             done = work(site.node, site.rule, local_sizes, graph.types, wanted, device=where)
+            if name in nodes:
+                done = replace(done, call=call_name(nodes[name], local.types, wanted))
             known[kind] = seconds(done, *place(cluster, host)), done
         (forward, backward), done = known[kind]
         issued, issued_back = issued_seconds(done, cluster.device, cluster.measured)

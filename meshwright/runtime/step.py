@@ -24,6 +24,7 @@ from meshwright.runtime.buckets import GradientBuckets, norm_of
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.executor import Made, make_executor
 from meshwright.runtime.local_batch import BatchParts, Given, LocalBatch, place_of
+from meshwright.runtime.operators import copy_all
 from meshwright.runtime.optimizers import Updating, make_optimizer
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.programs import Programs
@@ -203,9 +204,8 @@ class LocalStep:
         if len(self.results.values) > 1:
             self._beside = self.results.pieces(made.values, made.pieces)
             del self._beside[LOSS]
-        for target, value in self.graph.mutations:
-            if value in made.values:
-                self.leaves[self.named("buffer", target)].copy_(made.values[value])
+        replaced = [(target, made.values[v]) for target, v in self.graph.mutations if v in made.values]
+        copy_all([self.leaves[self.named("buffer", name)] for name, _ in replaced], [x for _, x in replaced])
         self.rank.step, self.rank.calls = (
             (self.rank.step + 1, 0) if update else (self.rank.step, self.rank.calls + 1)
         )

@@ -178,14 +178,19 @@ def whole(
     """A step that computes, sends what it waits for and what it hides, on a machine where each class takes so many
     times as long as the other rows say."""
     tasks = [
-        {"name": "a", "phase": "forward", "after": [], "work": ["matmul", "f32", flops, 1.0, 1.0, "", 0.0]},
+        {
+            "name": "a",
+            "phase": "forward",
+            "after": [],
+            "work": ["matmul", "f32", flops, 1.0, 1.0, "", 0.0, 0.0, ""],
+        },
         {"name": "b", "phase": "forward", "after": [], "send": ["all_reduce", ["rank"], waited, True]},
         {"name": "c", "phase": "reduce", "after": [1], "send": ["all_reduce", ["rank"], hidden, False]},
         {
             "name": "d",
             "phase": "backward",
             "after": [],
-            "work": ["matmul", "f32", 2 * flops, 1.0, 2.0, "", 0.0],
+            "work": ["matmul", "f32", 2 * flops, 1.0, 2.0, "", 0.0, 0.0, ""],
         },
         {
             "name": "e",

@@ -225,6 +225,24 @@ def test_now_against_what_if(file, model_file, meshwright):
     )
 
 
+def test_operators_are_measured_here(file, model_file, meshwright):
+    words = ("estimate", file, "--model", f"{model_file}:build", "--what-if", "batch=8", "--json")
+    plain = meshwright(*words, "--cluster", "preset:cpu:4")
+    done = meshwright(*words, "--cluster", "preset:cpu:4", "--measure")
+    assert done.code == plain.code == 0, done.err
+    for pick in (lambda data: data["now"], lambda data: data["what_if"]["batch=8"]):
+        before, after = pick(json.loads(plain.out)), pick(json.loads(done.out))
+        assert after["parts"]["compute"] != before["parts"]["compute"]
+        assert after["parts"]["gradients"] == before["parts"]["gradients"]
+        assert after["peak_bytes"] == before["peak_bytes"]
+
+
+def test_a_gpu_is_not_measured_without_one(file, model_file, meshwright):
+    words = ("estimate", file, "--model", f"{model_file}:build", "--cluster", "preset:h100:4", "--measure")
+    done = meshwright(*words)
+    assert done.code and "cannot be measured on a device of type cpu" in done.err
+
+
 def test_the_table_names_what_changed(file, model_file, meshwright):
     done = meshwright(
         "estimate",

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from meshwright.core.graph import Node, TensorType
-from meshwright.runtime.operators import NORM, QUICK, eager_batch_norm, histc, quick_operator, torch_operator
+from meshwright.runtime.operators import (
+    NORM,
+    QUICK,
+    copy_all,
+    eager_batch_norm,
+    histc,
+    quick_operator,
+    torch_operator,
+)
 
 CASES = [  # bins, bounds
     (8, 0, 7),
@@ -107,3 +115,14 @@ def test_batch_norm_is_the_functional_operator(training, affine):
     wanted = [x, *(w for w in weights if w is not None)]
     grads = [torch.autograd.grad(made[0].square().sum(), wanted) for made in (found, expected)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_tensors_of_several_dtypes_are_copied_together():
+    """`copy_all` calls an operator whose name torch keeps to itself: this says when it changes."""
+    targets = [torch.zeros(3), torch.zeros((), dtype=torch.int64), torch.zeros(2, 2), torch.zeros(2).double()]
+    sources = [torch.arange(3.0), torch.tensor(7), torch.ones(2, 2).t(), torch.full((2,), 2.0).double()]
+    places = [x.data_ptr() for x in targets]
+    copy_all(targets, sources)
+    for target, source, place in zip(targets, sources, places, strict=True):
+        assert torch.equal(target, source) and target.data_ptr() == place
+    copy_all([], [])
