@@ -334,11 +334,17 @@ def _again(planner: Planner, best: SearchResult) -> SearchResult:
             ).found
         except PlanError:  # shardings that leave a rank without an example of some micro-batch
             continue
-        if found is None or step_of(found) >= step_of(best):
+        if found is None:
             continue
-        found = under.settled(replace(found, claims={**found.claims, "chosen": best.claims["chosen"]}))
+        found = further_ahead(planner, found, step_of(best))  # others may leave more to gather
+        if step_of(found) >= step_of(best):
+            continue
+        found = replace(found, claims={**found.claims, "chosen": best.claims["chosen"]})
+        found = planner.under(found.techniques).settled(found)
         if fits_in_both(planner, found) and step_of(found) < step_of(best):
             best = found
+            offer(planner, best)
+            planner.tell("techniques", step_of(best), None)
     return best
 
 
