@@ -59,7 +59,8 @@ class Measured:
     - `issues`: kind of operator or its name → factors of the host's time to issue one, forward and backward, over
       `issue_seconds`. ``free`` is a view, ``bias`` what a bias adds, ``update`` a parameter's update, ``step`` what a
       step takes beside its operators.
-    - `calls`: an operator with its shapes (`cost/calls.py`) → its seconds forward and backward, measured by itself.
+    - `calls`: an operator with its shapes (`cost/calls.py`) → its seconds forward and backward, measured by itself. For
+      predictions of one plan: searches and files have none.
     - `void`: names of rows that were measured while the machine was busy.
     - `post_seconds`: a rank's time to start sending or receiving a message.
     """

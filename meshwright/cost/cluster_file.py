@@ -129,7 +129,6 @@ def _measured(reader: Reader, data: MeasuredEntry, levels: Sequence[str]) -> Mea
         corrections=data.corrections or {},
         operators=data.operators or {},
         issues=data.issues or {},
-        calls=data.calls or {},
         void=tuple(data.void or ()),
         post_seconds=data.post_seconds or 0.0,
     )

@@ -44,7 +44,6 @@ Rate = Annotated[float, Meta(ge=1e3, le=1e16, description="bytes/s")]
 Latency = Annotated[float, Meta(ge=1e-9, le=1.0, description="seconds")]
 Size = Annotated[int, Meta(ge=1, le=MOST_RANKS, description="units")]
 Factor = Annotated[float, Meta(ge=1e-2, le=1e3, description="times")]
-Spent = Annotated[float, Meta(ge=0.0, le=1e3, description="seconds")]
 Work = Annotated[float, Meta(ge=1e-3, le=1e21, description="FLOP or bytes in one call")]
 Speed = Annotated[float, Meta(ge=1.0, le=1e18, description="FLOP/s or bytes/s")]
 Name = Annotated[str, Meta(pattern=r"\S")]
@@ -105,7 +104,6 @@ class MeasuredEntry(Struct, forbid_unknown_fields=True):
     corrections: dict[Corrected, Factor] | None = None
     operators: dict[Name, tuple[Factor, Factor]] | None = None
     issues: dict[Name, tuple[Factor, Factor]] | None = None
-    calls: dict[Name, tuple[Spent, Spent]] | None = None
     void: list[Name] | None = None
 
 

@@ -77,10 +77,6 @@ def _measured(measured: Measured) -> Iterator[str]:
         yield "  issues: # [forward, backward]: the host's time to issue one, over issue_seconds"
         for name, (forward, backward) in measured.issues.items():
             yield f"    {text(name)}: [{number(forward)}, {number(backward)}]"
-    if measured.calls:
-        yield "  calls: # [forward, backward]: seconds of an operator of these shapes"
-        for name, (forward, backward) in measured.calls.items():
-            yield f"    {text(name)}: [{number(forward)}, {number(backward)}]"
     if measured.void:
         yield "  void: # measured while the machine was not quiet: calibrate again"
         yield from (f"    - {text(row)}" for row in measured.void)

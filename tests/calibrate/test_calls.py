@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import meshwright as mw
 from meshwright.calibrate import calls
 from meshwright.calibrate.calls import calls_of, with_calls
 from meshwright.calibrate.step_rows import describe_step, priced
@@ -121,9 +120,3 @@ def test_what_cannot_run_alone_keeps_its_prediction(monkeypatch):
 def test_another_type_of_device_is_refused():
     with pytest.raises(ClusterError, match=r"H100.*cannot be measured on a device of type cpu"):
         with_calls(Cluster.preset("h100", ranks_per_node=1), lowered(), torch.device("cpu"))
-
-
-def test_a_cluster_file_keeps_them(known_seconds, tmp_path):
-    found = with_calls(HERE, lowered(), torch.device("cpu"))
-    found.save(tmp_path / "cluster.yaml")
-    assert mw.Cluster.load(tmp_path / "cluster.yaml").measured.calls == found.measured.calls

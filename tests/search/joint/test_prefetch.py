@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.core.techniques import Techniques
 from meshwright.search.data_parallel import by_batch_rows
+from meshwright.search.joint import _again
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.space.codes import Option
 from meshwright.search.stop import Stop
@@ -65,3 +66,25 @@ def test_the_gradient_of_a_weight_passes_the_view_that_it_is_read_through() -> N
     (view,) = (n.name for n in planner.context.graph.nodes if "permute" in n.op)
     assert rows is not None
     assert {planner.codes[view].options[o] for o in rows[view]} == {Option(grad=True)}
+
+
+def test_what_is_searched_once_more_is_gathered_further_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it is slower than the best, with its weights gathered ahead quicker."""
+    room, offered = "meshwright.search.joint", list[float]()
+    monkeypatch.setattr(f"{room}.replace", changed)
+    monkeypatch.setattr(f"{room}.prefetch.replace", changed)
+    monkeypatch.setattr(f"{room}.fits_in_both", lambda planner, one: True)
+    monkeypatch.setattr(f"{room}.prefetch.fits_in_both", lambda planner, one: True)
+    monkeypatch.setattr(f"{room}.offer", lambda planner, one: offered.append(one.claims["step_seconds"]))
+    monkeypatch.setattr(f"{room}.limited", lambda *_, **__: SimpleNamespace(found=found(Techniques())))
+
+    def under(techniques: Techniques) -> Any:
+        made = {"found": lambda space, states, claims: found(techniques), "settled": lambda one: one}
+        return SimpleNamespace(**made)
+
+    planner: Any = SimpleNamespace(under=under, request=SimpleNamespace(stop=Stop()), tell=lambda *_: None)
+    best = found(Techniques())
+    best.claims = {"step_seconds": 0.9, "price_seconds": 0.9, "chosen": "a recipe"}
+    again = _again(planner, best)
+    assert again.techniques.prefetch == 3 and again.claims["chosen"] == "a recipe"
+    assert offered == [0.7]
