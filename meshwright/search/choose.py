@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.core.cycles import rare_collection
 from meshwright.errors import DoesNotFit
+from meshwright.ops.analysis import factors_of
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
+from meshwright.search.compute_bound import Least
 from meshwright.search.deadline import within_time
 from meshwright.search.in_one_stage import plan_in_one_stage
+from meshwright.search.layer_groups import folded, without_folds
 from meshwright.search.pipeline.assign import check_alone, check_axis
 from meshwright.search.pipeline.choose import (
     beside_stages,
@@ -18,6 +23,7 @@ from meshwright.search.pipeline.choose import (
 from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_meshes
 from meshwright.search.pipeline.refused import or_what_fits
 from meshwright.search.server_tables import or_servers, with_servers
+from meshwright.search.space.wiring import Ties
 from meshwright.search.wanted import Wanted, mesh_from
 
 
@@ -38,7 +44,19 @@ def choose(wanted: Wanted) -> Plan:
             made = within_time(request.stop, lambda: _chosen(wanted))
         except DoesNotFit as error:
             raise or_servers(error, wanted) from None
-    return with_servers(made, wanted)
+    return with_servers(_with_bound(made, wanted), wanted)
+
+
+def _with_bound(made: Plan, wanted: Wanted) -> Plan:
+    """The plan; if a time limit left the search no time for a bound, with the seconds that computing alone takes."""
+    request, step = wanted.request, made.claims.get("step_seconds")
+    if request is None or step is None or not request.stop.over or "bound_seconds" in made.claims:
+        return made
+    folds = folded(wanted.graph, wanted.folding) if wanted.folding.blocks else without_folds(wanted.graph)
+    ties, states = Ties(folds.same, folds.weight), request.optimizer_states
+    bound = Least(folds.graph, factors_of(folds.graph), ties, request.cluster, states).anywhere()
+    gaps = {**made.claims.get("gaps", {}), **({"joint": max(0.0, step / bound - 1)} if bound > 0 else {})}
+    return replace(made, claims={**made.claims, "bound_seconds": bound, "gaps": gaps})
 
 
 def _chosen(wanted: Wanted) -> Plan:

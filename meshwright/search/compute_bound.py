@@ -99,6 +99,14 @@ class Least:
         ranks = self.cluster.ranks
         return pieces * float(self.computing(ranks * pieces).sum()) + self.updating(ranks)
 
+    def anywhere(self) -> float:
+        """Return a lower bound in seconds of every step, in stages or not: an even share of the model, each operator at
+        the best rate that any share of it has."""
+        ranks = self.cluster.ranks
+        pieces = [1 << n for n in range(ranks.bit_length())]
+        shares = [count / ranks * self.computing(count).sum(axis=1) for count in pieces]
+        return float(np.min(shares, axis=0).sum())
+
 
 def _share(done: Work, pieces: int) -> Work:
     names = [f.name for f in fields(Work) if f.name.startswith(("flops", "bytes", "passes"))]

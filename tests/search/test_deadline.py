@@ -121,4 +121,7 @@ def test_a_plan_that_was_taken_at_the_limit_is_proved(
     )
     assert any("ended after 0.05 s" in note for note in plan.notes), plan.notes
     assert plan.mode == mode and plan.claims["step_seconds"] > 0
+    if mode == "auto":  # computing alone takes this long
+        step, bound = plan.claims["step_seconds"], plan.claims["bound_seconds"]
+        assert 0 < bound <= step and plan.claims["gaps"]["joint"] == pytest.approx(step / bound - 1)
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
