@@ -18,6 +18,8 @@ import torch
 from meshwright.errors import ModelError, a_type, did_you_mean
 from meshwright.examples.zoo import Built, hugging_face_loss
 
+log = logging.getLogger("meshwright")
+
 BATCH, SEQUENCE = 8, 1024
 KINDS = {  # kind of model → the table of transformers that lists its classes; the first that has a model is taken
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -160,7 +162,10 @@ def _class(file: Path, data: dict[str, Any], config: Any) -> tuple[str, Any]:
     for kind, table in tables.items():  # none named, or one without a head, which has no loss
         head = name is None or name.endswith(("Model", "PreTrainedModel"))
         if head and config.model_type in table:
-            return kind, getattr(transformers, _names(table[config.model_type])[0])
+            found = _names(table[config.model_type])[0]
+            if name is not None:
+                log.warning("%s has no loss, so %s is opened", name, found)
+            return kind, getattr(transformers, found)
     raise ModelError(
         f"no batch is known for {name or config.model_type}",
         why="hf: opens language models, encoder-decoders, Whisper, masked language models, and classifiers",

@@ -261,3 +261,12 @@ def test_examples_open_by_name():
     assert open_model("zoo:mlp", batch=8).batch["x"].shape == (8, 16)
     assert open_model("zoo:gpt2", batch=2, sequence=16).batch["input_ids"].shape == (2, 16)
     assert "did you mean 'gpt2'" in refused("zoo:gtp2")
+
+
+def test_a_model_without_a_head_is_opened_with_one_and_a_remark(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="meshwright"):
+        open_model(f"hf:{config(tmp_path, 'llama')}")
+        assert not caplog.messages
+        opened = open_model(f"hf:{config(tmp_path, 'bert')}")
+    assert type(opened.model).__name__ == "BertForMaskedLM"
+    assert caplog.messages == ["BertModel has no loss, so BertForMaskedLM is opened"]
