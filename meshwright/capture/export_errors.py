@@ -50,12 +50,10 @@ def explained(error: Exception) -> CaptureError:
             where=line_of_error(error),
             hint="make the batch where the model is: with torch.device('meta'): batch = …",
         )
-    return CaptureError(
-        what,
-        why=f"{type(error).__name__}: {first[:300]}",
-        where=line_of_error(error),
-        hint=("write it with torch.where, or " if depends else "") + AS_IT_IS,
-    )
+    where, hint = line_of_error(error), "write it with torch.where, or " if depends else ""
+    if depends and "layerdrop" in where:  # some models of transformers skip layers at random
+        hint = "layerdrop=0 in its configuration (encoder_layerdrop and decoder_layerdrop for some), or "
+    return CaptureError(what, why=f"{type(error).__name__}: {first[:300]}", where=where, hint=hint + AS_IT_IS)
 
 
 def without_tensors(batch: Any, error: Exception) -> CaptureError:

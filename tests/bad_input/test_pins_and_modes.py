@@ -15,6 +15,8 @@ from tests.bad_input.wrong import Case, check_told, net, perceptron
 HERE = Path(__file__).name
 
 
+layerdrop = 0.1
+
 CASES = {
     # ---- pins
     "a module that is not there": Case(
@@ -112,6 +114,10 @@ CASES = {
         lambda: net(lambda m, x: x * 2 if x.sum() > 0 else x, mesh=2), CaptureError,
         "decides by the values of a tensor", "data-dependent", "data parallel: mw.manual_step",
         "x * 2 if x.sum() > 0 else x",
+    ),
+    "a layer that is skipped at random": Case(
+        lambda: net(lambda m, x: x if torch.rand([]) < layerdrop else x * 2, mesh=2), CaptureError,
+        "decides by the values of a tensor", "data-dependent", "layerdrop=0 in its configuration",
     ),
 }  # fmt: skip
 
