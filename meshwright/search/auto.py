@@ -154,7 +154,9 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
     for alpha in (None, *AUTO.alphas):
         if alpha == AUTO.alphas[-1] and _is_near(planner, tried, name):
             return
-        solution = limited(planner, space, alpha, alone=False)
+        # In a large space a search takes minutes that ends with what is no quicker.
+        best = _best(planner, tried) if planner.size > AUTO.lighter_size else None
+        solution = limited(planner, space, alpha, alone=False, below=np.inf if best is None else best)
         if alpha is None:
             tried.sums[name] = solution.bound
         if solution.nearest is not None:
