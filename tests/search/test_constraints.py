@@ -141,6 +141,7 @@ def test_an_interrupt_ends_auto_with_the_best_so_far(after: int) -> None:
     assert plan.claims["chosen"] in plan.claims["candidates"]
 
 
+@pytest.mark.full
 def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

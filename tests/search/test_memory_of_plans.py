@@ -22,7 +22,6 @@ from meshwright.search.planner import Planner
 from meshwright.search.solve import Problem, solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
-from tests.breadth import first
 from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
 
 LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")
@@ -169,14 +168,12 @@ def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, ob
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "asked",
-    first(
-        1,
-        (
-            {"recompute": "selective", "offload": ACTIVATIONS},
-            {"recompute": "full", "slice_activation": True},
-        ),
+    (
+        {"recompute": "selective", "offload": ACTIVATIONS},
+        {"recompute": "full", "slice_activation": True},
     ),
     ids=str,
 )

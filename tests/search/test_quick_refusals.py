@@ -19,9 +19,9 @@ from tests.search.planned import MODELS, cluster
     [
         ("deep llama", 60e3, 20),
         # Sums leave room, but what lives for a moment is far beyond it.
-        ("wide gpt", 1.7e6, 24),
+        pytest.param("wide gpt", 1.7e6, 24, marks=pytest.mark.full),
         # The least that was found takes 2.6 MB, with as few micro-batches as can be.
-        ("wide gpt", 2.4e6, 40),
+        pytest.param("wide gpt", 2.4e6, 40, marks=pytest.mark.full),
         pytest.param("wide gpt-oss", 100e3, 10, marks=pytest.mark.slow),
     ],
 )
@@ -49,6 +49,7 @@ def test_a_refusal_makes_few_programs_and_plays_none_of_them(
     assert {"the least memory", "what would fit"} <= set(told)
 
 
+@pytest.mark.full
 def test_a_smaller_batch_is_still_named() -> None:
     """Of a model of few operators all batches are tried, also where a search under the limit is not."""
     model, batch, loss = MODELS["wide gpt"]()

@@ -29,7 +29,7 @@ def steps_within(captured: Captured, where: Cluster, limits: tuple[float, ...]) 
 @pytest.mark.parametrize(
     ("model", "ranks", "limits"),
     [
-        ("mlp", "2x2", (80e3, 90e3, 98e3, 110e3, 200e3)),
+        pytest.param("mlp", "2x2", (80e3, 90e3, 98e3, 110e3, 200e3), marks=pytest.mark.full),
         ("mlp", "8", (36e3, 50e3, 56e3)),
         pytest.param("recommender", "2x2", (46314, 49402, 52489, 60e3), marks=pytest.mark.slow),
         pytest.param("recommender", "8", (33964, 37052, 46314, 80e3), marks=pytest.mark.slow),
@@ -51,6 +51,7 @@ def test_a_larger_limit_gives_no_slower_plan_where_moments_are_on_the_host() -> 
     assert all(later <= SAME * before for before, later in itertools.pairwise(steps)), steps
 
 
+@pytest.mark.full
 def test_limits_at_which_moments_leave_the_device_give_one_plan() -> None:
     """Weights, gradients and moments, with their copies at the update, take 128 MB. Below that no simulation is spent
     on what keeps moments on the device, and what the host's update takes is known before one is simulated."""
