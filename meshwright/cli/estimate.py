@@ -51,8 +51,8 @@ def estimate(
         bool,
         typer.Option(
             "--measure",
-            help="First time the plan's operators on this machine's device (the first GPU, or the processor), with the "
-            "shapes that a rank has. The device must be of the cluster's type.",
+            help="Before estimating, measure the plan's operators on this machine's first GPU (or its processor), with "
+            "the shapes of one rank. The device must be of the cluster's type.",
         ),
     ] = False,
     as_json: JsonOption = False,
