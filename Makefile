@@ -22,13 +22,13 @@ demo: $(READY)
 	$(BIN)/meshwright run --nproc 4 examples/demo.py
 
 # Two passes: what is pure goes first, in runs of neighbours, which share what they have built; what starts processes
-# waits for them half of its time, so that there may be more of it. Ranks start faster from compiled files.
+# mostly waits for them, so that more of it runs at once. Ranks start faster from compiled files.
 # What fails there is repeated alone, once, and both outcomes are printed: a job that was starved by its neighbours
 # passes then, a fault stays. Exit status 5 is "no test was selected", which is no failure of a pass.
 unexport PYTHONDONTWRITEBYTECODE
 define PASSES
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) -m "procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ] \
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 3)) -m "procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ] \
 	    || $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(ARGS)
 endef
 
