@@ -70,12 +70,12 @@ def estimate(
     from meshwright.cli.common import err
     from meshwright.cli.model import captured_model, cut
     from meshwright.cli.progress import Watch
-    from meshwright.cli.what_if import Base, Measured, answer
+    from meshwright.cli.what_if import Base, MeasuredHere, answer
     from meshwright.plan.plan import Plan
 
     loaded = Plan.load(plan)
     opened, captured = captured_model(model, batch, seq)
-    measured = Measured(Watch(err(), quiet=as_json)) if measure else None
+    measured = MeasuredHere(Watch(err(), quiet=as_json)) if measure else None
     base = Base(loaded, opened, captured, machine, states, batch, seq, measured)
     now = base.estimate(cut(captured, loaded, machine), machine)
     columns, remarks, refused = [("now", now)], [], []

@@ -33,7 +33,7 @@ class Base:
     optimizer_states: int
     batch: int | None
     sequence: int | None
-    measured: Measured | None = None
+    measured: MeasuredHere | None = None
 
     def estimate(self, parts: Partition, cluster: Cluster) -> Estimate:
         """The estimate of a plan, with operators measured here if that was asked for."""
@@ -44,7 +44,7 @@ class Base:
         return estimate(parts, cluster, self.optimizer_states)
 
 
-class Measured:
+class MeasuredHere:
     """Adds to clusters the seconds of plans' operators, each measured once on the device of this machine."""
 
     def __init__(self, watch: Watch) -> None:
@@ -268,4 +268,4 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
     raise AssertionError("a cluster has a level")
 
 
-__all__ = ["Base", "Measured", "answer", "resized", "scaled", "with_rows"]
+__all__ = ["Base", "MeasuredHere", "answer", "resized", "scaled", "with_rows"]
