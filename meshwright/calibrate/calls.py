@@ -75,8 +75,7 @@ def with_calls(
             why=f"the cluster's devices are of type {cluster.device_type}",
             hint="measure on one of them",
         )
-    calls = calls_of(parts)
-    bench = Bench(Alone(Mesh.of(rank=1)), device, cores=torch.get_num_threads())
+    calls, bench = calls_of(parts), alone(device)
     found = dict(cluster.measured.calls)
     for number, (name, call) in enumerate(calls.items()):
         if watch is not None:
@@ -84,6 +83,11 @@ def with_calls(
         if name not in found and (seconds := _measured(bench, call)) is not None:
             found[name] = seconds
     return replace(cluster, measured=replace(cluster.measured, calls=found))
+
+
+def alone(device: torch.device) -> Bench:
+    """Return the stopwatch of one rank that measures by itself."""
+    return Bench(Alone(Mesh.of(rank=1)), device, cores=torch.get_num_threads())
 
 
 def _measured(bench: Bench, call: Timed) -> tuple[float, float] | None:
@@ -171,4 +175,4 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-__all__ = ["Timed", "Watch", "call_name", "calls_of", "with_calls"]
+__all__ = ["Timed", "Watch", "alone", "calls_of", "with_calls"]

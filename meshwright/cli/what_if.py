@@ -54,13 +54,21 @@ class MeasuredHere:
         """The cluster with the seconds of a plan's operators. Raises ClusterError where its device is not here."""
         import torch
 
-        from meshwright.calibrate.calls import with_calls
+        from meshwright.calibrate.calls import alone, with_calls
+        from meshwright.calibrate.quiet import LIMIT, unrest
+        from meshwright.cli.common import err
 
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         known = {**self._calls, **cluster.measured.calls}
         cluster = replace(cluster, measured=replace(cluster.measured, calls=known))
         with self._watch, self._watch.stage("measuring operators"):
             found = with_calls(cluster, parts, device, self._watch.count)
+            busy = unrest(alone(device)) if device.type == "cpu" else 1.0
+        if busy > LIMIT:
+            err().print(
+                f"other programs used the processor ({busy:.2f}): measured times may be too long",
+                style="yellow",
+            )
         self._calls = dict(found.measured.calls)
         return found
 
