@@ -49,6 +49,20 @@ def test_exact_on_small_problems(start, thorough):
         assert found is None or found.exact, seed
 
 
+def test_a_level_below_all_states_of_a_variable_leaves_nothing_to_eliminate(thorough, monkeypatch):
+    asked = []
+
+    def too_low(self, sweeps, whole, budget):
+        asked.append(budget)
+        return bounds._Few(self.bound - 1.0, [np.zeros(0, np.intp) for _ in sweeps.least], whole)
+
+    monkeypatch.setattr(bounds._Search, "_affordable", too_low)
+    for seed in range(300):
+        problem = draw(seed, most=6, states=4)
+        check(problem, brute_force(problem.unary, problem.pairs))
+    assert asked
+
+
 @pytest.mark.parametrize("start", range(280, 340, 12))
 def test_states_known_before_change_no_optimum(start, thorough):
     for seed in range(start, start + 12):

@@ -204,7 +204,8 @@ class _Search:
         if few.plan:
             try:
                 kept = [k[f] for k, f in zip(self.kept, few.places, strict=True)]
-                if not self._finish(sweeps.problem.only(few.places), few.plan, kept):
+                # Where a variable has none of these states, every choice has another one.
+                if all(map(len, kept)) and not self._finish(sweeps.problem.only(few.places), few.plan, kept):
                     return sweeps
             except NoStates:
                 pass
