@@ -40,7 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         by_share[zlib.crc32(item.nodeid.encode()) % shares == mine - 1].append(item)
     config.hook.pytest_deselected(items=by_share[False])
-    items[:] = by_share[True]
+    items[:] = sorted(by_share[True], key=_begins)
+
+
+def _begins(item: pytest.Item) -> float:
+    """Of the tests of processes, those that may take longest begin first: else all wait for the last one."""
+    limit = item.get_closest_marker("timeout")
+    return -float(limit.args[0]) if limit and item.get_closest_marker("procs") else 0.0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

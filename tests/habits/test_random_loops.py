@@ -10,7 +10,7 @@ import pytest
 from tests.breadth import first
 from tests.ranks import run_warm
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import sys

@@ -26,6 +26,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [(), ("clip",)])
 def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path, how):
     words = ("--servers", "2", "--workers", "2", "--server-state", str(tmp_path))
@@ -40,6 +41,7 @@ def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path, how):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mode", "marks", "kind"),
     [
@@ -55,6 +57,7 @@ def test_one_script_for_every_mode(mode, marks, kind):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.full  # 1.6 GB on two servers
 def test_a_table_of_four_times_the_memory_of_a_worker(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # each thread has a stack, which counts
@@ -65,6 +68,7 @@ def test_a_table_of_four_times_the_memory_of_a_worker(monkeypatch):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.full  # the test before kills workers, too
 def test_others_go_on_without_a_killed_worker_which_comes_again(tmp_path):
     how = ("--on-failure", "continue", "--max-restarts", "1", "--tail", "1")
@@ -75,6 +79,7 @@ def test_others_go_on_without_a_killed_worker_which_comes_again(tmp_path):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.full
 def test_without_state_a_killed_server_ends_the_job():
     done = run("--servers", "2", "--workers", "2", str(SCRIPT), "kill")
@@ -87,6 +92,7 @@ def test_without_state_a_killed_server_ends_the_job():
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 def test_all_workers_start_again_where_they_were(tmp_path):
     """The step that one of them has not pushed counts for none: all do it again."""
     anew = Path(__file__).with_name("beginning_anew.py")
@@ -98,6 +104,7 @@ def test_all_workers_start_again_where_they_were(tmp_path):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "words"),
     [("one", ()), pytest.param("copies", ("--replicas", "1"), marks=pytest.mark.full)],
@@ -126,6 +133,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 def test_a_second_model_does_not_get_the_values_of_the_first(tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(TWICE)

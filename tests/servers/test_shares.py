@@ -96,6 +96,7 @@ def run(*words):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 def test_workers_that_restart_train_all_batches_again():
     done = run("--max-restarts", "1", str(SCRIPT), "killed")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,6 +104,7 @@ def test_workers_that_restart_train_all_batches_again():
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
