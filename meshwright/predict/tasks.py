@@ -25,7 +25,7 @@ from meshwright.partition.stages import check_one_stage
 from meshwright.predict.bucket_tasks import Arrival, BucketTasks, Pass
 from meshwright.predict.issued import Issued
 from meshwright.predict.phase_tasks import StepTasks
-from meshwright.predict.price import NodePrice, node_prices, on_cluster, parameter_prices
+from meshwright.predict.price import NodePrice, first_local, node_prices, on_cluster, parameter_prices
 from meshwright.predict.timeline import Task, Timeline, play
 from meshwright.redistribute.steps import origin
 
@@ -93,7 +93,7 @@ class Lister:
 
     @functools.cached_property
     def _local(self) -> Graph:
-        return self.parts.local(self._rank) if self._pieces is None else self._pieces.programs[0]
+        return first_local(self.parts)
 
     @functools.cached_property
     def _prices(self) -> dict[str, NodePrice]:

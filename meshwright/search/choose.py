@@ -12,7 +12,7 @@ from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.compute_bound import Least
 from meshwright.search.deadline import within_time
 from meshwright.search.in_one_stage import plan_in_one_stage
-from meshwright.search.layer_groups import folded, without_folds
+from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.assign import check_alone, check_axis
 from meshwright.search.pipeline.choose import (
     beside_stages,
@@ -52,7 +52,7 @@ def _with_bound(made: Plan, wanted: Wanted) -> Plan:
     request, step = wanted.request, made.claims.get("step_seconds")
     if request is None or step is None or not request.stop.over or "bound_seconds" in made.claims:
         return made
-    folds = folded(wanted.graph, wanted.folding) if wanted.folding.blocks else without_folds(wanted.graph)
+    folds = folded(wanted.graph, wanted.folding)
     ties, states = Ties(folds.same, folds.weight), request.optimizer_states
     bound = Least(folds.graph, factors_of(folds.graph), ties, request.cluster, states).anywhere()
     gaps = {**made.claims.get("gaps", {}), **({"joint": max(0.0, step / bound - 1)} if bound > 0 else {})}

@@ -23,7 +23,7 @@ from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import pieces_of
-from meshwright.search.layer_groups import folded, without_folds
+from meshwright.search.layer_groups import folded
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.bounds import Bounds
 from meshwright.search.pipeline.configurations import SEARCHED, Outer
@@ -224,7 +224,7 @@ class _World:
 
     def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
         self.request = request
-        self.folds = folded(graph, folding) if folding.blocks else without_folds(graph)
+        self.folds = folded(graph, folding)
         self.factors = factors_of(self.folds.graph)
         products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
         self.layers = len({layer.name for layer in layers_of(graph)}) or products
