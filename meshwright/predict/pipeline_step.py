@@ -148,8 +148,9 @@ class _Cut:
 def _cut_at(parts: Partition) -> _Cut:
     mesh = parts.plan.mesh
     rank = mesh.rank(origin(mesh))
-    programs = first_micro_batch(parts, rank)
-    return _Cut(programs, parts.stages(programs.programs[0]), *stages_in_copies(parts, rank))
+    programs, (together, turns) = first_micro_batch(parts, rank), stages_in_copies(parts, rank)
+    one = together if parts.copies == 1 else parts.stages(programs.programs[0])
+    return _Cut(programs, one, together, turns)
 
 
 def peaks_of(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.core.graph import Graph
+from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.partition import Partition
@@ -65,8 +66,7 @@ def stage_seconds(
     """
     mesh = on_cluster(parts.plan.mesh, cluster)
     mine = frozenset(i.name for i in graph.inputs)
-    pending = pending_gradients(parts)
-    groups = fill(pending, cluster.device_type, gradient_bytes(parts.plan, pending))
+    groups = _groups(parts, cluster.device_type)
     scattered = [g for g in groups if g.parted and scattered_each_time(parts)]
     held, slowdown = summed_first(parts), cluster.measured.slowdown
 
@@ -110,6 +110,13 @@ def stage_seconds(
     )
 
 
+@cached_on_first
+def _groups(parts: Partition, device: str) -> tuple[Group, ...]:
+    """Return the buckets of the gradients of all stages."""
+    pending = pending_gradients(parts)
+    return fill(pending, device, gradient_bytes(parts.plan, pending))
+
+
 def update_seconds_of(
     parts: Partition, cluster: Cluster, optimizer_states: int, held: Collection[str]
 ) -> float:
@@ -125,7 +132,7 @@ def update_seconds_of(
 def prologue_seconds(parts: Partition, cluster: Cluster, rounds: Iterable[Round]) -> float:
     """Return the seconds of the reductions before the first forward."""
     mesh = on_cluster(parts.plan.mesh, cluster)
-    step = StepTasks(parts, _empty(parts), mesh, cluster)
+    step = StepTasks(parts, _empty(parts), mesh, cluster, prices={})
     for found in rounds:
         step.once(found.sums)
     done = BucketTasks(mesh, cluster)

@@ -203,11 +203,10 @@ class TechniquesBudget:
     large_simulations: int = 36
     # Of the limit: a peak below it, known from a few layers, needs no evaluation in full until the end.
     sure_share: float = 0.97
-    # Of the step: what interleaving, or a technique of little use, must save to be taken.
+    # Of the step: what interleaving, or a technique of little use, must save to be taken, and what a choice must be
+    # expected to save to be simulated.
     worth: float = 0.01
-    # Of the step: what a search under other techniques may save at least to be made.
-    search_worth: float = 0.01
-    # Such searches, and the simulations × nodes × axes that they may take together: on thousands of ranks one would
+    # Searches under techniques where nothing else fits, and the simulations × nodes × axes that they may take together: on thousands of ranks one would
     # take longer than all before it.
     searches: int = 6
     search_work: int = 25_000
@@ -253,7 +252,7 @@ class TechniquesBudget:
     many: int = 16
     # Weight of computing against what can hide beside it.
     alpha: float = 0.5
-    # Times the limit: an estimated peak up to it is still simulated.
+    # Times the limit: an estimated peak up to it is still simulated, and a simulated one up to it is timed.
     slack: float = 1.1
     # The same of its sums, which seldom are above a simulation.
     sums_slack: float = 1.02
@@ -288,8 +287,10 @@ class StagesBudget:
     prices: Prices = ((0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (2.0, 0.5))
     # Of a stage's forward: what a message takes at least where `gpipe` is looked at.
     heavy_message: float = 0.1
-    # Chains of shardings that are solved for one bound, and of the best step how near a bound needs no more.
+    # Chains of shardings that are solved for one bound, the sums that each elimination for it may take, and of the
+    # best step how near a bound needs no more.
     bound_solves: int = 24
+    bound_work: float = 3e7
     bound_close: float = 0.02
     # Actions of a schedule whose order comes of a race: with more it takes minutes to find.
     raced_actions: int = 1 << 10

@@ -126,7 +126,8 @@ def _best(
     made = front(planner, space)
     best = _searched(planner, made, over, base, seen)
     best = _searched(planner, made, wide, best, seen, over)
-    best = _sought(planner, made, wide, best, space)
+    if best is None:
+        best = _sought(planner, made, wide, space)
     if seen and stop.now():
         return _bounded(planner, space, seen[-1])
     if best is not None:
@@ -234,7 +235,7 @@ def _searched(
             break
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
-        if best is not None and least >= share * step_of(best):
+        if best is not None and least >= (1 - TECHNIQUES.worth) * step_of(best):
             continue
         now = least + made.least_late(point.techniques)  # what was learned of the techniques since
         if now > expected:
@@ -243,7 +244,8 @@ def _searched(
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
-        if best is not None and made.likely_seconds(candidate, point.techniques) >= share * step_of(best):
+        likely = made.likely_seconds(candidate, point.techniques)
+        if best is not None and likely >= (1 - TECHNIQUES.worth) * step_of(best):
             continue
         if not made.may_fit(candidate, point.techniques):
             continue
@@ -252,7 +254,8 @@ def _searched(
         if made.overfills_host(candidate, point.techniques):
             continue
         try:
-            found = made.evaluated(candidate, point.techniques, step_of(best) if best else math.inf)
+            enough = step_of(best) if best else math.inf
+            found = made.evaluated(candidate, point.techniques, enough, TECHNIQUES.slack * limit)
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         if not fits_in_both(planner, found):
@@ -277,18 +280,14 @@ def _is_far(over_limit: Sequence[float], limit: float) -> bool:
     return len(over_limit) >= TECHNIQUES.over_limit * (2 if near else 1)
 
 
-def _sought(
-    planner: Planner, made: Front, wide: tuple[Dimension, ...], best: SearchResult | None, space: Space
-) -> SearchResult | None:
-    """Search under the quickest techniques whose sums fit, if that may save much: temporary buffers were not considered
-    when candidates were chosen. On thousands of ranks one search would take longer than all before it."""
+def _sought(planner: Planner, made: Front, wide: tuple[Dimension, ...], space: Space) -> SearchResult | None:
+    """Search under the quickest techniques whose sums fit, where no candidate does: temporary buffers were not
+    considered when these were chosen. On thousands of ranks one search would take longer than all before it."""
     limit = planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, Techniques]] = []
     for point in distinct(wide, planner.techniques):
         asked = point.techniques
-        most = (1 - TECHNIQUES.search_worth) * step_of(best) if best else math.inf
         quick = [c for c in made.candidates if asked.pieces <= c.examples]
-        quick = [c for c in quick if made.likely_seconds(c, asked) < most]
         quick = [c for c in quick if not made.overfills_host(c, asked)]
         if any(made.sums(c, asked) <= limit and made.saves(c, asked) for c in quick):
             rows.append((min(made.likely_seconds(c, asked) for c in quick), sum(point.places), asked))
@@ -303,18 +302,15 @@ def _sought(
         try:
             if not any_fits(under):
                 continue  # of what takes least; a search under the limit takes seconds to come to that
-            step = step_of(best) if best else math.inf
-            found = limited(under, space, None, alone=False, below=step).found
+            found = limited(under, space, None, alone=False).found
         except PlanError:
             continue
         if found is None or not fits_in_both(planner, found):  # limits are those of the device
             continue
         if fits_in_both(planner, found := under.settled(found)):
-            if best is None or step_of(found) < (1 - TECHNIQUES.worth) * step_of(best):
-                best = replace(found, claims={**found.claims, "chosen": "searched under techniques"})
-                planner.tell("techniques", step_of(best), None)
-            break
-    return best
+            planner.tell("techniques", step_of(found), None)
+            return replace(found, claims={**found.claims, "chosen": "searched under techniques"})
+    return None
 
 
 def _again(planner: Planner, best: SearchResult) -> SearchResult:

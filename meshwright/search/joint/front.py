@@ -272,38 +272,51 @@ class Front:
         )
 
     def evaluated(
-        self, candidate: Candidate, techniques: Techniques, enough: float = math.inf
+        self,
+        candidate: Candidate,
+        techniques: Techniques,
+        enough: float = math.inf,
+        most: float = math.inf,
     ) -> SearchResult:
         """The candidate simulated under techniques, with its weights gathered further ahead where that is quicker and
-        may take less than `enough` seconds. Raises PlanError for techniques that it cannot take."""
+        may take less than `enough` seconds; its bytes alone where they are more than `most`. Raises PlanError for
+        techniques that it cannot take."""
         known = self._seen.get((candidate, techniques))
         if known is not None:
             return known
-        found = self.planner.under(techniques).found(
-            candidate.space, candidate.states, {"chosen": candidate.name}
-        )
+        under = self.planner.under(techniques)
+        found = under.found(candidate.space, candidate.states, {"chosen": candidate.name}, most=most)
         if found.evaluation is not None:
-            found = further_ahead(self.planner, found, enough)
-            assert found.evaluation is not None
-            before, at_update = self._before_and_at_update(candidate, techniques)
-            peak = self.planner.peak_bytes(found)
-            beyond = max(0.0, peak - before) if peak > EXACTLY * at_update else 0.0
-            weights = min(beyond, candidate.layer_bytes)
-            missed = Missed(weights, (beyond - weights) * techniques.micro_batches)
-            self.missed.setdefault(candidate, {})[techniques] = missed
-            at_once = replace(techniques, micro_batches=1, prefetch=1)
-            self.misses.setdefault(at_once, []).append(missed)
-            late = max(0.0, found.evaluation.step_seconds - self.least_seconds(candidate, techniques))
-            key = (candidate, techniques.recompute)
-            self.late[key] = min(late, self.late.get(key, late))
-            self.lates.setdefault(techniques, []).append(late)
-            at_once = replace(techniques, micro_batches=1)
-            self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
-            if techniques.offload:
-                missed = found.evaluation.host_bytes - self._kept_on_host(candidate, techniques)
-                self.hosted[techniques] = min(missed, self.hosted.get(techniques, missed))
+            if found.evaluation.timed:
+                found = further_ahead(self.planner, found, enough)
+                self._saw_seconds(candidate, techniques, found.claims["step_seconds"])
+            self._saw_bytes(candidate, techniques, found)
         self._seen[candidate, techniques] = found
         return found
+
+    def _saw_bytes(self, candidate: Candidate, techniques: Techniques, found: SearchResult) -> None:
+        """Remember what a simulation needed beyond the sums, of the device and of its host."""
+        assert found.evaluation is not None
+        before, at_update = self._before_and_at_update(candidate, techniques)
+        peak = self.planner.peak_bytes(found)
+        beyond = max(0.0, peak - before) if peak > EXACTLY * at_update else 0.0
+        weights = min(beyond, candidate.layer_bytes)
+        missed = Missed(weights, (beyond - weights) * techniques.micro_batches)
+        self.missed.setdefault(candidate, {})[techniques] = missed
+        at_once = replace(techniques, micro_batches=1, prefetch=1)
+        self.misses.setdefault(at_once, []).append(missed)
+        if techniques.offload:
+            more = found.evaluation.host_bytes - self._kept_on_host(candidate, techniques)
+            self.hosted[techniques] = min(more, self.hosted.get(techniques, more))
+
+    def _saw_seconds(self, candidate: Candidate, techniques: Techniques, step: float) -> None:
+        """Remember by how much later than it must a simulated step ended."""
+        late = max(0.0, step - self.least_seconds(candidate, techniques))
+        key = (candidate, techniques.recompute)
+        self.late[key] = min(late, self.late.get(key, late))
+        self.lates.setdefault(techniques, []).append(late)
+        at_once = replace(techniques, micro_batches=1)
+        self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
 
 
 def _plain(techniques: Techniques) -> Techniques:

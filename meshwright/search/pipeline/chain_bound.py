@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.search.budget import STAGES
 from meshwright.search.joint.front import launching
 from meshwright.search.planner import Planner
-from meshwright.search.solve import solve
+from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.families import in_pieces, runs
 from meshwright.search.space.step_bound import step_problem
 
@@ -14,8 +15,10 @@ def chain_seconds(planner: Planner, micro_batches: int) -> float:
     runs that leave an example of each micro-batch to a rank. The update is not in it."""
     family = in_pieces(runs(len(planner.context.mesh.axes), 2), planner.context.factors, micro_batches)
     problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
-    found = solve(problem, ended=planner.request.stop.now)
-    return found.bound + (micro_batches - 1) * launching(planner)
+    bound = 0.0
+    with skipping_unproven():
+        bound = solve(problem, limit_work=STAGES.bound_work, ended=planner.request.stop.now).bound
+    return bound + (micro_batches - 1) * launching(planner)
 
 
 __all__ = ["chain_seconds"]
