@@ -206,8 +206,8 @@ class TechniquesBudget:
     # Of the step: what interleaving, or a technique of little use, must save to be taken, and what a choice must be
     # expected to save to be simulated.
     worth: float = 0.01
-    # Searches under techniques where nothing else fits, and the simulations × nodes × axes that they may take together: on thousands of ranks one would
-    # take longer than all before it.
+    # Searches under techniques where nothing else fits, and the simulations × nodes × axes that they may take together:
+    # on thousands of ranks one would take longer than all before it.
     searches: int = 6
     search_work: int = 25_000
     # Simulations that one such search takes.
