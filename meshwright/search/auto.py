@@ -44,24 +44,27 @@ from meshwright.search.space.step_bound import entries, step_problem
 @dataclass
 class _Tried:
     """Results so far: the choices that fit, those that came nearest, and bounds of the sum and of the step, by
-    space."""
+    space. `below`: seconds of a step that is known under other techniques."""
 
+    below: float = np.inf
     found: list[tuple[str, SearchResult]] = field(default_factory=list)
     nearest: list[SearchResult] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
 
-def auto(planner: Planner) -> SearchResult:
-    """The choice with the least simulated step that fits; ended early, the best so far.
+def auto(planner: Planner, below: float = np.inf) -> SearchResult:
+    """The choice with the least simulated step that fits; ended early, the best so far. `below`: seconds of a step that
+    is known under other techniques; what is no quicker where it takes more than the limit is not made smaller.
 
     Raises NothingFits.
     """
-    tried = _Tried()
+    tried = _Tried(below)
     _look(planner, tried)
     fitting = [(name, found) for name, found in tried.found if fits(planner, found)]
     if not fitting:
-        found = None if planner.request.stop.now() else saved(planner)  # ended: an answer is known elsewhere
+        known = below < np.inf or planner.request.stop.now()  # an answer, elsewhere
+        found = None if known else saved(planner)
         if found is None:
             seen = [*(f for _, f in tried.found), *tried.nearest]
             raise NothingFits(functools.reduce(functools.partial(nearer, planner), seen, None))
@@ -82,7 +85,7 @@ def auto(planner: Planner) -> SearchResult:
 def _look(planner: Planner, tried: _Tried) -> None:
     """Try one kind of choice after the other, until all were tried or the search is ended."""
     stop = planner.request.stop
-    for name, found in recipes(planner):
+    for name, found in recipes(planner, tried.below):
         _take(planner, tried, name, found)
         planner.tell(name, _best(planner, tried), None)
         if stop.now():
@@ -156,7 +159,8 @@ def _optima(planner: Planner, tried: _Tried, name: str, space: Space) -> None:
             return
         # In a large space a search takes minutes that ends with what is no quicker.
         best = _best(planner, tried) if planner.size > AUTO.lighter_size else None
-        solution = limited(planner, space, alpha, alone=False, below=np.inf if best is None else best)
+        below = tried.below if best is None else min(best, tried.below)
+        solution = limited(planner, space, alpha, alone=False, below=below)
         if alpha is None:
             tried.sums[name] = solution.bound
         if solution.nearest is not None:
@@ -306,9 +310,9 @@ def _near(planner: Planner, tried: _Tried) -> bool:
 def _may_gain(planner: Planner, tried: _Tried) -> bool:
     """True if a recursion under the limit is worth its time: nothing that fits is near the bound, and, if it takes
     long, the recursion without a limit is more than a little quicker."""
-    if _near(planner, tried):
-        return False
     best, free = _best(planner, tried), [step_of(found) for name, found in tried.found if name == "recursion"]
+    if _near(planner, tried) or min(free, default=0.0) >= tried.below:
+        return False
     if best is None or not free or planner.size <= AUTO.lighter_size:
         return True
     return min(free) < (1 - AUTO.recursion_worth) * best
@@ -329,9 +333,10 @@ def _certificate(
     return {"gaps": {**gaps, "step": max(0.0, step_of(best) / step - 1)}, "bound_seconds": step}
 
 
-def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
+def recipes(planner: Planner, below: float) -> Iterator[tuple[str, SearchResult]]:
     """Yield what an expert would try first: data parallel; with storage sharded (ZeRO); data parallel outside with the
-    best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion.
+    best single sharding of every operator on the 2, 4, 8 ranks inside (Megatron, 3D); and the recursion. `below`: of a
+    recipe over the limit that is no quicker than so many seconds no smaller choice is looked for.
     """
     context, limit = planner.context, planner.request.memory_bytes
     rows = None if planner.seeds else by_batch_rows(context, planner.codes)
@@ -341,7 +346,7 @@ def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
         plain = planner.space(exactly(rows), planner.storage(allowed=False))
         yield "data parallel", planner.found(plain, solve(plain.problem()).states, {"space": "recipes"})
         if limit is not None:
-            solution = limited(planner, planner.space(exactly(rows)), None, alone=False)
+            solution = limited(planner, planner.space(exactly(rows)), None, alone=False, below=below)
             if solution.found is not None:
                 yield "data parallel, storage cut", solution.found
     if rows:
@@ -349,7 +354,8 @@ def recipes(planner: Planner) -> Iterator[tuple[str, SearchResult]]:
         for inner in range(1, min(AUTO.recipe_axes, count - 1) + 1):
             if context.mesh.count([a.name for a in context.mesh.axes[: count - inner]]) > max(1, examples):
                 continue
-            solution = limited(planner, planner.space(outside(rows, count - inner)), None, alone=False)
+            space = planner.space(outside(rows, count - inner))
+            solution = limited(planner, space, None, alone=False, below=below)
             if solution.found is not None:
                 ranks = context.mesh.count([a.name for a in context.mesh.axes[count - inner :]])
                 yield f"data parallel × {ranks} ranks of the best cut", solution.found

@@ -8,10 +8,11 @@ technique never makes the step of the same choice shorter.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
@@ -43,93 +44,105 @@ from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.build import Space
 
 
-def joint(planner: Planner, auto: Callable[[Planner], SearchResult], *, offload: bool = True) -> SearchResult:
-    """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones.
+def joint(
+    planner: Planner, auto: Callable[[Planner, float], SearchResult], *, offload: bool = True
+) -> SearchResult:
+    """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones, which is
+    told how many seconds a step takes that is known.
 
     Raises PlanError where nothing fits with any of them.
     """
     limit = planner.request.memory_bytes
     if limit is None or planner.evaluator is None:
         try:
-            return auto(planner)
+            return auto(planner, math.inf)
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
-    over = dimensions(planner, offload=offload)
-    seen = _first(planner, over)
+    search = _Joint(planner, dimensions(planner, offload=offload), offload)
+    known = _first(planner, search.over)
     planner.tell("the least memory")
-    space = planner.space(families_of(planner)[0][1])
     nearest: SearchResult | None = None
-    base: SearchResult | None = None
-    if least_bytes(planner, space) <= limit:
+    if least_bytes(planner, search.space) <= limit:
+        if (
+            known is not None
+        ):  # memory is short: the search without techniques seldom has the answer, and takes longest
+            known = _searched(planner, search.made, search.over, known)
         try:
-            base = further_ahead(planner, auto(planner))
+            base = further_ahead(planner, auto(planner, math.inf if known is None else step_of(known)))
+            known = base if known is None else min(base, known, key=step_of)
         except NothingFits as error:
             nearest = error.nearest
-    if base is None and planner.request.stop.now():
-        if seen:
-            return _bounded(planner, space, seen[-1])
+    if known is None and planner.request.stop.now():
         # An answer is known elsewhere.
         raise DoesNotFit("the search was ended before a plan was found", why="", hint="a longer time_limit")
-    return _open(planner, space, over, base, nearest, seen, offload)
+    return _open(search, known, nearest)
 
 
-def _open(
-    planner: Planner,
-    space: Space,
-    over: tuple[Dimension, ...],
-    base: SearchResult | None,
-    nearest: SearchResult | None,
-    seen: list[SearchResult],
-    offload: bool,
-) -> SearchResult:
-    """The best with the techniques that are open, where they can be of use; ended early, the best so far."""
-    if base is not None:
-        seen = sorted([*seen, base], key=step_of, reverse=True)
-        if planner.request.stop.now():
-            return seen[-1]
-    wide = wider(planner, over, offload=offload)
-    decided = base is None or base.claims.get("memory_decided", False)
+@dataclass(frozen=True)
+class _Joint:
+    """What a joint search goes by. `over`: the dimensions that are looked at first; `wide`: those with what is looked
+    at next."""
+
+    planner: Planner
+    over: tuple[Dimension, ...]
+    offload: bool
+
+    @functools.cached_property
+    def space(self) -> Space:
+        """All shardings, of which bounds are known."""
+        return self.planner.space(families_of(self.planner)[0][1])
+
+    @functools.cached_property
+    def made(self) -> Front:
+        """The choices that techniques are tried with."""
+        return front(self.planner, self.space)
+
+    @functools.cached_property
+    def wide(self) -> tuple[Dimension, ...]:
+        return wider(self.planner, self.over, offload=self.offload)
+
+
+def _open(search: _Joint, known: SearchResult | None, nearest: SearchResult | None) -> SearchResult:
+    """The best with the techniques that are open, where they can be of use; ended early, the best so far. `known`: the
+    best so far, with techniques or without; `nearest`: what came nearest to the limit."""
+    planner, space, wide = search.planner, search.space, search.wide
+    if known is not None and planner.request.stop.now():
+        return _bounded(planner, space, known)
+    plain = known is not None and known.techniques == planner.techniques
+    decided = not plain or (known is not None and known.claims.get("memory_decided", False))
     if not decided or all(len(d.values) == 1 for d in wide):
-        if base is None:  # what is asked may still fit, as it does where it is chosen
-            base = _searched(planner, front(planner, space), over, None, seen)
-            if base is None:
+        if known is None:  # what is asked may still fit, as it does where it is chosen
+            known = _searched(planner, search.made, search.over, None)
+            if known is None:
                 raise too_large(planner, nearest)
-            return _bounded(planner, space, base)
-        return _turns(planner, base)
+            return _bounded(planner, space, known)
+        return _turns(planner, known)
     every = least_of(planner)
-    if base is not None and (least := min(map(every.in_one, (1, 2)))) >= step_of(base) / (
+    if known is not None and (least := min(map(every.in_one, (1, 2)))) >= step_of(known) / (
         1 + TECHNIQUES.worth
     ):
-        share = f"computing alone takes {least / step_of(base):.1%} of the step, whatever the techniques"
+        share = f"computing alone takes {least / step_of(known):.1%} of the step, whatever the techniques"
         names = ", ".join(d.name for d in wide if len(d.values) > 1)
-        return replace(base, claims={**base.claims, "choices": (f"auto did not look at {names}: {share}",)})
-    if base is None and is_hopeless(planner, space, wide):
+        return replace(known, claims={**known.claims, "choices": (f"auto did not look at {names}: {share}",)})
+    if known is None and is_hopeless(planner, space, wide):
         raise hopeless(planner, wide, nearest)
-    return _best(planner, space, (over, wide), base, nearest, seen)
+    return _best(search, known, nearest)
 
 
-def _best(
-    planner: Planner,
-    space: Space,
-    overs: tuple[tuple[Dimension, ...], tuple[Dimension, ...]],
-    base: SearchResult | None,
-    nearest: SearchResult | None,
-    seen: list[SearchResult],
-) -> SearchResult:
-    """The best with the techniques that it takes; `seen` gets each that is the best so far. `overs`: dimensions, and
-    those with what is looked at next."""
-    over, wide, stop = *overs, planner.request.stop
-    if base is None and planner.request.any_fits:
+def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | None) -> SearchResult:
+    """The best with the techniques that it takes."""
+    planner, space, wide, stop = search.planner, search.space, search.wide, search.planner.request.stop
+    if known is None and planner.request.any_fits:
         if (last := last_resort(planner, space, wide)) is None:
             raise too_large(planner, nearest)
         return last
-    made = front(planner, space)
-    best = _searched(planner, made, over, base, seen)
-    best = _searched(planner, made, wide, best, seen, over)
+    made = search.made
+    best = _searched(planner, made, search.over, known)
+    best = _searched(planner, made, wide, best, search.over)
     if best is None:
         best = _sought(planner, made, wide, space)
-    if seen and stop.now():
-        return _bounded(planner, space, seen[-1])
+    if best is not None and stop.now():
+        return _bounded(planner, space, best)
     if best is not None:
         best = planner.under(best.techniques).settled(best)
     if best is None or not fits_in_both(planner, best):
@@ -137,11 +150,11 @@ def _best(
     if best is None:
         raise hopeless(planner, wide, nearest)
     chosen = best
-    if best is not base:
+    if best is not known or best.techniques != planner.techniques:
         if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
             best = _again(planner, best)
         chosen = fewer_layers(planner, best)
-        _see(planner, seen, chosen)
+        offer(planner, chosen)
     if stop.now():
         return _bounded(planner, space, chosen)
     if (turning := _turns(planner, chosen)) is not chosen:
@@ -157,7 +170,7 @@ def _best(
         few = fewer_layers(planner, best)
         if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick
             chosen = few
-        _see(planner, seen, chosen)
+        offer(planner, chosen)
         near = neighbours(made, wide, best)
     chosen = _bounded(planner, space, chosen)
     lines = technique_lines(made, wide, best, near, chosen)
@@ -180,7 +193,7 @@ def _least_step(planner: Planner, space: Space) -> float:
     return least_of(planner).in_one(1)
 
 
-def _first(planner: Planner, over: tuple[Dimension, ...]) -> list[SearchResult]:
+def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None:
     """A first answer, where memory is short: data parallel over tensor parallel inside, storage sharded, with layers
     computed again. Where there is room, `auto` has one as soon."""
     made, limit = first_front(planner), planner.request.memory_bytes or 0.0
@@ -188,21 +201,22 @@ def _first(planner: Planner, over: tuple[Dimension, ...]) -> list[SearchResult]:
         for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
             size = made.sums(candidate, point.techniques)
             if point.techniques == planner.techniques and size <= MEMORY.little_room * limit:
-                return []
+                return None
             if size > limit:
                 continue
-            found = made.evaluated(candidate, point.techniques)
+            found = _sure(planner, made.evaluated(candidate, point.techniques))
             if fits_in_both(planner, found):
                 offer(planner, found)
                 planner.tell("recipe", step_of(found), None)
-                return [found]
-    return []
+                return found
+    return None
 
 
-def _see(planner: Planner, seen: list[SearchResult], found: SearchResult) -> None:
-    """Remember the best so far: from now on a search may end."""
-    seen.append(found)
-    offer(planner, found)
+def _sure(planner: Planner, found: SearchResult) -> SearchResult:
+    """A choice whose peak is near the limit evaluated in full."""
+    if planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0):
+        return found
+    return planner.under(found.techniques).settled(found)
 
 
 def _searched(
@@ -210,7 +224,6 @@ def _searched(
     made: Front,
     over: tuple[Dimension, ...],
     base: SearchResult | None,
-    seen: list[SearchResult],
     known: tuple[Dimension, ...] = (),
 ) -> SearchResult | None:
     """The quickest of what is simulated: candidates and points in the order of what they are expected to take.
@@ -265,11 +278,10 @@ def _searched(
             fitting.append((number, point))
             slower += best is not None
             if best is None or step_of(found) < share * step_of(best):
-                if planner.peak_bytes(found) > TECHNIQUES.sure_share * limit:
-                    found = planner.under(found.techniques).settled(found)
+                found = _sure(planner, found)
                 if fits_in_both(planner, found):
                     best, slower = found, 0
-                    _see(planner, seen, found)
+                    offer(planner, found)
             planner.tell("techniques", step_of(best) if best else None, None)
     return best
 
