@@ -30,5 +30,5 @@ def test_optima_are_given_up_in_large_spaces_alone(large: bool, monkeypatch: pyt
     config = gpt.GPTConfig(vocabulary=64, width=32, layers=2, heads=4, sequence=16)
     model, batch, loss = gpt.build(config, batch=8)
     plan = mw.plan(model, batch, loss=loss, cluster=cluster("gpu", "2x2"), mode="auto", memory=600e3)
-    assert asked and all((below < float("inf")) == large for below in asked)
+    assert asked and any(below < float("inf") for below in asked) == large
     assert min(asked) >= plan.claims["step_seconds"] and plan.claims["peak_bytes"] <= 600e3

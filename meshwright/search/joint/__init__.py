@@ -68,8 +68,10 @@ def joint(
         ):  # memory is short: the search without techniques seldom has the answer, and takes longest
             known = _searched(planner, search.made, search.over, known)
         try:
-            base = further_ahead(planner, auto(planner, math.inf if known is None else step_of(known)))
-            known = base if known is None else min(base, known, key=step_of)
+            below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
+            base = further_ahead(planner, auto(planner, below))
+            if known is None or (1 - TECHNIQUES.worth) * step_of(base) <= step_of(known):  # it is simpler
+                known = base
         except NothingFits as error:
             nearest = error.nearest
     if known is None and planner.request.stop.now():

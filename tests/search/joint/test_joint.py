@@ -99,16 +99,19 @@ def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None
 def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 0.9 * free("deep llama", "2x2", "auto").claims["peak_bytes"]
     offered: list[Any] = []
+    known: list[float] = []
 
-    def search(planner: Planner) -> SearchResult:
+    def search(planner: Planner, below: float) -> SearchResult:
         offered.append(planner.request.stop.offered)
+        known.append(below)
         raise PlanError("seen enough")
 
     monkeypatch.setattr("meshwright.search.cost_modes.auto", search)
     with pytest.raises(PlanError, match="seen enough"):
         planned("deep llama", "2x2", 0.9, pipeline=1)
-    early = offered[0]()
-    assert early.techniques.recompute and early.claims["peak_bytes"] <= limit
+    early = offered[-1]()
+    assert early.claims["peak_bytes"] <= limit
+    assert known[-1] == pytest.approx(1.01 * early.claims["step_seconds"])
 
 
 @pytest.mark.parametrize("call", range(3))
