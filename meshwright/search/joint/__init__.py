@@ -63,9 +63,8 @@ def joint(
     planner.tell("the least memory")
     nearest: SearchResult | None = None
     if least_bytes(planner, search.space) <= limit:
-        if (
-            known is not None
-        ):  # memory is short: the search without techniques seldom has the answer, and takes longest
+        if known is not None:
+            # Memory is short: the search without techniques takes longest, and seldom has the answer.
             known = _searched(planner, search.made, search.over, known)
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
@@ -110,8 +109,7 @@ def _open(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
     planner, space, wide = search.planner, search.space, search.wide
     if known is not None and planner.request.stop.now():
         return _bounded(planner, space, known)
-    plain = known is not None and known.techniques == planner.techniques
-    decided = not plain or (known is not None and known.claims.get("memory_decided", False))
+    decided = known is None or not _is_plain(planner, known) or known.claims.get("memory_decided", False)
     if not decided or all(len(d.values) == 1 for d in wide):
         if known is None:  # what is asked may still fit, as it does where it is chosen
             known = _searched(planner, search.made, search.over, None)
@@ -129,6 +127,11 @@ def _open(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
     if known is None and is_hopeless(planner, space, wide):
         raise hopeless(planner, wide, nearest)
     return _best(search, known, nearest)
+
+
+def _is_plain(planner: Planner, found: SearchResult) -> bool:
+    """Whether a choice is under the techniques of the request alone, however far ahead weights are gathered."""
+    return replace(found.techniques, prefetch=planner.techniques.prefetch) == planner.techniques
 
 
 def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | None) -> SearchResult:
@@ -152,7 +155,7 @@ def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
     if best is None:
         raise hopeless(planner, wide, nearest)
     chosen = best
-    if best is not known or best.techniques != planner.techniques:
+    if best is not known or not _is_plain(planner, best):
         if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
             best = _again(planner, best)
         chosen = fewer_layers(planner, best)
@@ -215,8 +218,9 @@ def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None
 
 
 def _sure(planner: Planner, found: SearchResult) -> SearchResult:
-    """A choice whose peak is near the limit evaluated in full."""
-    if planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0):
+    """A choice that fits, evaluated in full where its peak is near the limit."""
+    far = planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0)
+    if far or not fits_in_both(planner, found):
         return found
     return planner.under(found.techniques).settled(found)
 
