@@ -1,9 +1,9 @@
 """`auto` beyond shardings and storage: which of the techniques that the user left open make a plan fit, or quicker.
 
-The plain search goes first. Where memory decides, a front of choices (quick to small) meets every point of the open
-techniques; sums say what each would take and cost, the most promising are simulated, and the best is searched once
-more under its techniques. A point that has no less of any technique than a fitting one is skipped: more of a
-technique never makes the step of the same choice shorter.
+The plain search goes first, but where memory is short. Where memory decides, a front of choices (quick to small) meets
+every point of the open techniques; sums say what each would take and cost, the most promising are simulated, and the
+best is searched once more under its techniques. A point that has no less of any technique than a fitting one is
+skipped: more of a technique never makes the step of the same choice shorter.
 """
 
 from __future__ import annotations
