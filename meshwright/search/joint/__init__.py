@@ -47,8 +47,8 @@ from meshwright.search.space.build import Space
 def joint(
     planner: Planner, auto: Callable[[Planner, float], SearchResult], *, offload: bool = True
 ) -> SearchResult:
-    """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones, which is
-    told how many seconds a step takes that is known.
+    """The quickest choice that fits, with the techniques that it takes. `auto` is the search under given ones; it takes
+    the seconds of a step that is known.
 
     Raises PlanError where nothing fits with any of them.
     """
