@@ -37,10 +37,7 @@ def with_layers(
     added = [_added(few, long, times[n]) for n, long in kinds]
     gradients = _with_more(few.gradients, [a.gradients for a in added], first)
     weights = _with_more(few.weights[::-1], [a.weights[::-1] for a in added], first)
-    names = [g.name for g in gradients]
-    named = _named(items, few, names, first)
-    if named is None:  # of layers that differ elsewhere the lists may take one parameter for another's
-        named = _named(items, few, names, {n: NUMBER.sub("", n) for n in map(_original, names)})
+    named = _named(items, few, [g.name for g in gradients], first)
     if named is None:
         return None
     updates = dict(few.updates)
