@@ -46,14 +46,14 @@ class _Tried:
     """Results so far: the choices that fit, those that came nearest, and bounds of the sum and of the step, by
     space. `below`: seconds of a step that is known under other techniques."""
 
-    below: float = np.inf
+    below: float
     found: list[tuple[str, SearchResult]] = field(default_factory=list)
     nearest: list[SearchResult] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
 
-def auto(planner: Planner, below: float = np.inf) -> SearchResult:
+def auto(planner: Planner, below: float) -> SearchResult:
     """The choice with the least simulated step that fits; ended early, the best so far. `below`: seconds of a step that
     is known under other techniques; what is no quicker where it takes more than the limit is not made smaller.
 

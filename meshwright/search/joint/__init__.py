@@ -254,7 +254,8 @@ def _searched(
             break
         expected, place = heapq.heappop(queue)
         least, _, number, point = rows[place]
-        if best is not None and least >= (1 - TECHNIQUES.worth) * step_of(best):
+        step = math.inf if best is None else step_of(best)
+        if least >= (1 - TECHNIQUES.worth) * step:
             continue
         now = least + made.least_late(point.techniques)  # what was learned of the techniques since
         if now > expected:
@@ -263,8 +264,7 @@ def _searched(
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
-        likely = made.likely_seconds(candidate, point.techniques)
-        if best is not None and likely >= (1 - TECHNIQUES.worth) * step_of(best):
+        if made.likely_seconds(candidate, point.techniques) >= (1 - TECHNIQUES.worth) * step:
             continue
         if not made.may_fit(candidate, point.techniques):
             continue
@@ -273,8 +273,7 @@ def _searched(
         if made.overfills_host(candidate, point.techniques):
             continue
         try:
-            enough = step_of(best) if best else math.inf
-            found = made.evaluated(candidate, point.techniques, enough, TECHNIQUES.slack * limit)
+            found = made.evaluated(candidate, point.techniques, step, TECHNIQUES.slack * limit)
         except PlanError:  # too few examples, or a loss that needs the full batch
             continue
         if not fits_in_both(planner, found):
@@ -283,7 +282,7 @@ def _searched(
             tries += 1
             fitting.append((number, point))
             slower += best is not None
-            if best is None or step_of(found) < share * step_of(best):
+            if step_of(found) < share * step:
                 found = _sure(planner, found)
                 if fits_in_both(planner, found):
                     best, slower = found, 0

@@ -15,10 +15,11 @@ def chain_seconds(planner: Planner, micro_batches: int) -> float:
     runs that leave an example of each micro-batch to a rank. The update is not in it."""
     family = in_pieces(runs(len(planner.context.mesh.axes), 2), planner.context.factors, micro_batches)
     problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
-    bound = 0.0
+    launched = (micro_batches - 1) * launching(planner)
     with skipping_unproven():
-        bound = solve(problem, limit_work=STAGES.bound_work, ended=planner.request.stop.now).bound
-    return bound + (micro_batches - 1) * launching(planner)
+        found = solve(problem, limit_work=STAGES.bound_work, ended=planner.request.stop.now)
+        return found.bound + launched
+    return launched
 
 
 __all__ = ["chain_seconds"]

@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, zoo
 from meshwright.plan.plan import Plan
+from meshwright.search import joint
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, solve_limited
 from tests.breadth import first
@@ -97,21 +98,30 @@ def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None
 
 
 def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Techniques are tried with the recipe known, and what they came to is known to the search without them."""
     limit = 0.9 * free("deep llama", "2x2", "auto").claims["peak_bytes"]
     offered: list[Any] = []
     known: list[float] = []
+    with_techniques = joint._searched
+
+    def searched(planner: Planner, *rest: Any) -> SearchResult | None:
+        offered.append(planner.request.stop.offered)
+        return with_techniques(planner, *rest)
 
     def search(planner: Planner, below: float) -> SearchResult:
         offered.append(planner.request.stop.offered)
         known.append(below)
         raise PlanError("seen enough")
 
+    monkeypatch.setattr(joint, "_searched", searched)
     monkeypatch.setattr("meshwright.search.cost_modes.auto", search)
     with pytest.raises(PlanError, match="seen enough"):
         planned("deep llama", "2x2", 0.9, pipeline=1)
-    early = offered[-1]()
-    assert early.claims["peak_bytes"] <= limit
-    assert known[-1] == pytest.approx(1.01 * early.claims["step_seconds"])
+    early = offered[0]()
+    assert early.techniques.recompute and early.claims["peak_bytes"] <= limit
+    later = offered[-1]()
+    assert later.claims["peak_bytes"] <= limit
+    assert known[-1] == pytest.approx(1.01 * later.claims["step_seconds"])
 
 
 @pytest.mark.parametrize("call", range(3))
