@@ -140,8 +140,8 @@ class Masks:
         return frozenset(found)
 
     def _value(self, name: str, region: Region, memo: dict[tuple[str, Region], torch.Tensor]) -> torch.Tensor:
-        """Return a box of a constant: by boxes through element-wise operators and views, else sliced from the full
-        value.
+        """Return a box of a constant: by boxes through element-wise operators, views and what works along one dim,
+        else sliced from the full value.
         """
         key = (name, region)
         if key not in memo:
@@ -181,6 +181,25 @@ class Masks:
                     u: self._value(u, _unbroadcast(region, self.types[u].shape), memo) for u in node.uses
                 }
                 return _run(node, known).expand([e - s for s, e in region])
+            case "aten.slice.Tensor":
+                source, dim, first, _, step = node.args
+                low, high = region[dim]
+                inner = [*region]
+                inner[dim] = (
+                    first + low * step,
+                    first + (high - 1) * step + 1 if high > low else first + low * step,
+                )
+                every = tuple(slice(None, None, step if d == dim else None) for d in range(len(shape)))
+                return self._value(source.name, tuple(inner), memo)[every]
+            case op if op in ALONG:
+                dim = node.args[1]
+                known = {
+                    u: self._value(
+                        u, (*region[:dim], (0, self.types[u].shape[dim]), *region[dim + 1 :]), memo
+                    )
+                    for u in node.uses
+                }
+                return _run(node, known).narrow(dim, region[dim][0], region[dim][1] - region[dim][0])
         known = {u: self._value(u, tuple((0, s) for s in self.types[u].shape), memo) for u in node.uses}
         values: dict[str, torch.Tensor] = dict(known)
         run([node], values)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.capture import Captured, capture
+from meshwright.core.graph import Node
 from tests.capture.run_graph import bind, interpret
 
 
@@ -229,3 +230,28 @@ def test_long_masks_are_proved_without_being_made(monkeypatch: pytest.MonkeyPatc
     assert call(attend(lambda s: torch.arange(s)[:, None] >= torch.arange(s))) == (None, 0.0, True, True)
     kept = call(attend(lambda s: (torch.arange(s)[:, None] >= torch.arange(s)) | (torch.arange(s) == 3)))
     assert kept[0] is not None
+
+
+def test_masks_of_packed_samples_are_proved_from_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hugging Face builds them: samples counted by a running sum over positions that are equal in the batch."""
+    from meshwright.capture import raise_attention as attention
+
+    run, sizes = attention.run, []
+
+    def measured(nodes: list[Node], values: dict[str, torch.Tensor]) -> None:
+        run(nodes, values)
+        sizes.extend(values[name].numel() for node in nodes for name in node.values)
+
+    def mask(length: int, starts: int = -1) -> torch.Tensor:
+        positions = torch.arange(length).expand(512, length)
+        first = positions[:, :1] - 1
+        sample = ((positions - torch.cat([first, positions[:, :-1]], 1) != 1) | (positions == starts)).cumsum(
+            -1
+        )
+        causal = torch.arange(length)[:, None] >= torch.arange(length)
+        return (causal & (sample[:, None, :, None] == sample[:, None, None, :]))[:1]
+
+    monkeypatch.setattr(attention, "run", measured)
+    assert call(attend(mask)) == (None, 0.0, True, True)
+    assert call(attend(lambda s: mask(s, starts=2)))[0] is not None  # a second sample starts at position 2
+    assert 0 < max(sizes) <= 16, "values of the whole batch were computed"
