@@ -243,6 +243,10 @@ class TechniquesBudget:
     # Sums that one elimination for a front may take: its choices are simulated, and so need not be optimal to the last
     # digit. On models of today they are within 1e-3 of the optimum, seven times sooner.
     front_work: float = 3e7
+    # Of its bound: a choice that is further from it is searched with more work. Of forty for Llama-405B on 16,384 ranks
+    # one is 1.8 % from the optimum, and a step without it is 11 % slower.
+    front_gap: float = 0.01
+    front_more_work: float = 3e8
     # The same for the bound of the answer, which then is lower than the optimum, and still a bound.
     bound_work: float = 1e8
     # of many micro-batches, whose gradients are accumulated, and where half of what is sent hides.

@@ -152,6 +152,8 @@ def _nearly(made: Front, problem: Problem, ended: Callable[[], bool]) -> Solutio
         return known
     try:
         found = solve(problem, limit_work=TECHNIQUES.front_work, ended=ended)
+        if not found.stopped and found.price > (1 + TECHNIQUES.front_gap) * found.bound:
+            found = solve(problem, limit_work=TECHNIQUES.front_more_work, ended=ended)
     except NoStates as error:
         if error.proven:
             raise
