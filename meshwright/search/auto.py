@@ -17,7 +17,6 @@ import numpy as np
 
 from meshwright.ops.batch import batch_rows
 from meshwright.search.budget import AUTO, MEMORY
-from meshwright.search.compute_bound import Least
 from meshwright.search.data_parallel import by_batch_rows
 from meshwright.search.exact_spaces import families_of, resting_families
 from meshwright.search.infeasible import NothingFits
@@ -187,10 +186,9 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
     if planner.seeds or best is None or best <= (1 + AUTO.close) * min(tried.steps.values(), default=0.0):
         return
     context, request = planner.context, planner.request
-    least = Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)
     for rest, name, family in resting_families(planner):
         working = context.mesh.count([a.name for a in context.mesh.axes[rest:]])
-        if float(least.computing(working).sum()) + least.updating(context.mesh.size) >= best:
+        if float(planner.least.computing(working).sum()) + planner.least.updating(context.mesh.size) >= best:
             return
         for alpha in (None, *AUTO.alphas):
             if request.stop.now():

@@ -99,6 +99,10 @@ class Least:
         ranks = self.cluster.ranks
         return pieces * float(self.computing(ranks * pieces).sum()) + self.updating(ranks)
 
+    def in_one_stage(self) -> float:
+        """Return a lower bound in seconds of a step in one stage, in however many pieces."""
+        return min(self.in_one(1), self.in_one(2))
+
     def anywhere(self) -> float:
         """Return a lower bound in seconds of every step, in stages or not: an even share of the model, each operator at
         the best rate that any share of it has."""

@@ -15,6 +15,7 @@ from meshwright.core.techniques import NONE, Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import AUTO, RECURSION
+from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
 from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
@@ -145,6 +146,12 @@ class Planner:
         again, states = again_of(space.graph, self.techniques.recompute), self._states(optimizer_states)
         found = memory_of(space, states, again, self._elsewhere(), self._layered)
         return self.in_micro_batches.memory(space, found)
+
+    @functools.cached_property
+    def least(self) -> Least:
+        """What computing alone takes a rank, at least."""
+        context, request = self.context, self.request
+        return Least(context.graph, context.factors, self.ties, request.cluster, request.optimizer_states)
 
     @property
     def instants(self) -> int:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.budget import MEMORY, TECHNIQUES
-from meshwright.search.compute_bound import Least
 from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import (
@@ -66,6 +65,10 @@ def joint(
         if known is not None:
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
             known = _searched(planner, search.made, search.over, known)
+            if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
+                sure = planner.under(known.techniques).settled(known)
+                if fits_in_both(planner, sure):
+                    return _unopened(search, _bounded(planner, search.space, sure))
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
             base = further_ahead(planner, auto(planner, below))
@@ -117,16 +120,24 @@ def _open(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
                 raise too_large(planner, nearest)
             return _bounded(planner, space, known)
         return _turns(planner, known)
-    every = least_of(planner)
-    if known is not None and (least := min(map(every.in_one, (1, 2)))) >= step_of(known) / (
-        1 + TECHNIQUES.worth
-    ):
-        share = f"computing alone takes {least / step_of(known):.1%} of the step, whatever the techniques"
-        names = ", ".join(d.name for d in wide if len(d.values) > 1)
-        return replace(known, claims={**known.claims, "choices": (f"auto did not look at {names}: {share}",)})
+    if known is not None and _computes_alone(planner, known):
+        return _unopened(search, known)
     if known is None and is_hopeless(planner, space, wide):
         raise hopeless(planner, wide, nearest)
     return _best(search, known, nearest)
+
+
+def _computes_alone(planner: Planner, found: SearchResult) -> bool:
+    """True if computing alone takes so much of a step that no techniques are worth a search."""
+    return planner.least.in_one_stage() >= step_of(found) / (1 + TECHNIQUES.worth)
+
+
+def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
+    """A choice with the techniques that were not looked at, and why."""
+    share = search.planner.least.in_one_stage() / step_of(found)
+    names = ", ".join(d.name for d in search.wide if len(d.values) > 1)
+    line = f"auto did not look at {names}: computing alone takes {share:.1%} of the step, whatever the techniques"
+    return replace(found, claims={**found.claims, "choices": (line,)})
 
 
 def _is_plain(planner: Planner, found: SearchResult) -> bool:
@@ -186,7 +197,7 @@ def _bounded(planner: Planner, space: Space, best: SearchResult) -> SearchResult
     """The best with how far it is from what no choice under any techniques undercuts."""
     bound = _least_step(planner, space)
     if best.techniques.interleave > 1 or "interleave" not in planner.techniques.given:
-        bound = min(bound, least_of(planner).in_one(2))  # copies that take turns hide what others wait for
+        bound = min(bound, planner.least.in_one(2))  # copies that take turns hide what others wait for
     gap = max(0.0, step_of(best) / bound - 1) if bound > 0 else 0.0
     return replace(best, claims={**best.claims, "bound_seconds": bound, "gaps": {"joint": gap}})
 
@@ -195,7 +206,7 @@ def _least_step(planner: Planner, space: Space) -> float:
     """Seconds that no step in one piece is below: by the shardings of a space, else by computing alone."""
     with skipping_unproven():
         return solve(space.problem(1.0), limit_work=TECHNIQUES.bound_work).bound
-    return least_of(planner).in_one(1)
+    return planner.least.in_one(1)
 
 
 def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None:
@@ -381,15 +392,9 @@ def _turns(planner: Planner, best: SearchResult) -> SearchResult:
     if not fits_in_both(planner, found) or step_of(found) >= (1 - TECHNIQUES.worth) * step_of(best):
         return best
     # What one copy waits for another computes beside: of a chain only what is computed is left.
-    bound = least_of(planner).in_one(2)
+    bound = planner.least.in_one(2)
     known = best.claims.get("bound_seconds")
     bound = bound if known is None else min(bound, known)
     kept = {k: v for k, v in best.claims.items() if k in ("space", "chosen", "candidates", "choices")}
     gaps = {"joint": max(0.0, step_of(found) / bound - 1)}
     return replace(found, claims={**found.claims, **kept, "bound_seconds": bound, "gaps": gaps})
-
-
-def least_of(planner: Planner) -> Least:
-    """Return the lower bound of the computation of a rank."""
-    context, request = planner.context, planner.request
-    return Least(context.graph, context.factors, planner.ties, request.cluster, request.optimizer_states)

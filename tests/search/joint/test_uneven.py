@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from meshwright.core.folding import layer_of
-from meshwright.search.joint import least_of
 from meshwright.search.pipeline.uneven import Uneven, slowest, split_places
 from tests.search.test_memory_of_plans import planner_of
 
@@ -36,9 +35,9 @@ def test_a_model_is_split_between_its_layers_and_not_inside_attention() -> None:
     """It is searched with two of its equal layers, and split with all of them."""
     planner = planner_of("wide gpt", "2", "gpu")
     full = planner.folds.full
-    uneven = Uneven(planner.folds, least_of(planner))
+    uneven = Uneven(planner.folds, planner.least)
     assert len(full.nodes) > len(planner.context.graph.nodes)
-    total = float(least_of(planner).computing(4).sum())
+    total = float(planner.least.computing(4).sum())
     assert uneven.least.each(4)[uneven.order].sum() == pytest.approx(total)
     places = split_places(full)
     layers = [layer_of(n.module) for n in full.nodes]
