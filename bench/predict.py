@@ -3,6 +3,7 @@
     python -m bench predict                   step times: calibrates first; the machine must be quiet; 12 minutes
     python -m bench predict --memory          peaks of memory, at any load
     python -m bench predict --quick           three pairs
+    python -m bench predict --tune            regret with `tune=True`, too; 5 minutes more
     python -m bench predict --cluster c2.yaml c4.yaml      files that `meshwright calibrate` has written
 
 `docs/explanation/benchmarks.md` says what is measured and how.
@@ -30,7 +31,8 @@ import meshwright as mw
 from bench import predict_report as report
 from bench.predict_cases import MEMORY_MODELS, MODELS, captured, ways
 from bench.predict_model import predict
-from bench.predict_report import LEAST_QUIET, Row
+from bench.predict_report import LEAST_QUIET, TUNED, Row
+from meshwright.plan.plan import Plan
 
 console = Console(width=max(150, Console().width), highlight=False)
 QUICK = {"MLP": ("auto", "data parallel", "badly cut")}
@@ -57,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.memory:
                 _peaks(rows, folder, began)
             else:
+                if options.tune:
+                    _tuned(rows, clusters, folder, began)
+                    until += time.time() - began
                 _times(rows, folder, options, began, until)
         except (KeyboardInterrupt, SystemExit):
             console.print("[yellow]interrupted: this is what was measured until then[/]")
@@ -80,6 +85,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="at most; five at least")
     parser.add_argument("--minutes", type=float, default=12.0, help="in all, calibration with it")
     parser.add_argument("--quick", action="store_true", help="three pairs on two ranks")
+    parser.add_argument("--tune", action="store_true", help="the plans that tune=True keeps, too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", action="store_true", help="print the tables for a document too")
     options = parser.parse_args(arguments)
@@ -154,7 +160,7 @@ def _planned(todo: tuple[str, int, mw.Cluster, tuple[str, ...]]) -> tuple[list[R
             continue
         try:
             plan = make(built, cluster)
-            content = (plan.strategies, plan.inputs, plan.hubs, plan.again, plan.techniques)
+            content = _content(plan)
             if content in known:
                 same = rows[known.index(content)]
                 same.plans = (*same.plans, label)
@@ -169,7 +175,32 @@ def _planned(todo: tuple[str, int, mw.Cluster, tuple[str, ...]]) -> tuple[list[R
     return rows, failed
 
 
+def _content(plan: Plan) -> tuple[Any, ...]:
+    """What two plans have in common if they are one."""
+    return plan.strategies, plan.inputs, plan.hubs, plan.again, plan.techniques
+
+
 # ---------------------------------------------------------------- jobs
+
+
+def _tuned(rows: list[Row], clusters: Mapping[int, mw.Cluster], folder: Path, began: float) -> None:
+    """Add the plans that `tune=True` keeps, which may be among the rows."""
+    for ranks, cluster in clusters.items():
+        here = [r for r in rows if r.ranks == ranks]
+        _job("tune", here, folder, (0, 0), time.time() + 600, began, cluster.to_yaml())
+        for name in dict.fromkeys(r.model for r in here):
+            of_model = [r for r in here if r.model == name]
+            text = next((r.tuned for r in of_model if r.tuned), "")
+            if not text:
+                console.print(f"[yellow]not tuned: {name}, {ranks} ranks[/]")
+                continue
+            plan = Plan.from_json(text)
+            same = [r for r in of_model if _content(Plan.from_json(r.text)) == _content(plan)]
+            if same:
+                same[0].plans = (*same[0].plans, TUNED)
+                continue
+            step, size = predict(captured(name)[1], plan, cluster)
+            rows.append(Row(name, ranks, (TUNED,), text, step, predicted_bytes=size))
 
 
 def _times(rows: list[Row], folder: Path, options: argparse.Namespace, began: float, until: float) -> None:
@@ -196,7 +227,13 @@ def _peaks(rows: list[Row], folder: Path, began: float) -> None:
 
 
 def _job(
-    what: str, rows: list[Row], folder: Path, rounds: tuple[int, int], until: float, began: float
+    what: str,
+    rows: list[Row],
+    folder: Path,
+    rounds: tuple[int, int],
+    until: float,
+    began: float,
+    cluster: str = "",
 ) -> None:
     """Run it; when it dies, say so of the model that was running and go on with those after it."""
     todo = list(dict.fromkeys(r.model for r in rows))
@@ -210,6 +247,7 @@ def _job(
             "rounds": rounds,
             "until": until,
             "models": models,
+            "cluster": cluster,
         }
         file, events = folder / "job.json", folder / f"events-{time.time_ns()}.jsonl"
         file.write_text(json.dumps(job))
@@ -217,7 +255,13 @@ def _job(
         if not running or time.time() > until:
             return
         for row in rows:
-            if row.model == running and not row.samples and not row.measured_bytes and not row.failed:
+            if (
+                row.model == running
+                and what != "tune"
+                and not row.samples
+                and not row.measured_bytes
+                and not row.failed
+            ):
                 row.failed = "the job died"
         todo = todo[todo.index(running) + 1 :]
 
@@ -278,6 +322,7 @@ def _take(event: Mapping[str, Any], rows: list[Row], title: str, began: float) -
                 seconds, unrest = event["sample"]
                 row.samples.append((seconds, unrest))
             row.measured_bytes = event.get("bytes", row.measured_bytes)
+            row.tuned = event.get("tuned", row.tuned)
             row.failed = event.get("failed", row.failed)
 
 
@@ -290,7 +335,8 @@ def _cores() -> int:
 
 def _print_times(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
     fitted = report.fit_left_out(rows)
-    tables = [report.time_table(rows), report.regret_table(report.regrets(rows))]
+    found = [one for way in ("auto", TUNED) for one in report.regrets(rows, way)]
+    tables = [report.time_table(rows), report.regret_table(found)]
     lines = report.summary(rows)
     for table in tables:
         console.print(table)
@@ -302,7 +348,7 @@ def _print_times(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]
     _print_markdown(tables, lines, options)
     return {
         "rows": [r.data() for r in rows],
-        "regret": [{**vars(r), "ratio": r.ratio} for r in report.regrets(rows)],
+        "regret": [{**vars(r), "ratio": r.ratio} for r in found],
         "factors": {str(k): v for k, v in fitted.items()},
         "summary": lines,
     }

@@ -2,13 +2,15 @@
 
     python -m bench.predict_rank JOB EVENTS
 
-JOB is a JSON file: ranks, threads, what (``time`` or ``memory``), rounds (the least, the most), until (seconds since
-the epoch; no model begins after it), and models, each with its plans. Rank 0 adds a JSON object to EVENTS for whatever
-it has done, so that nothing is lost when a step fails; then the job ends, and who started it goes on with the others.
+JOB is a JSON file: ranks, threads, what (``time``, ``memory`` or ``tune``), cluster (of the last, as YAML), rounds (the
+least, the most), until (seconds since the epoch; no model begins after it), and models, each with its plans. Rank 0
+adds a JSON object to EVENTS for whatever it has done, so that nothing is lost when a step fails; then the job ends, and
+who started it goes on with the others.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -22,8 +24,9 @@ from typing import Any
 
 import torch
 
+import meshwright as mw
 from bench.memory import peak_bytes
-from bench.predict_cases import captured, model
+from bench.predict_cases import MESHES, captured, model
 from bench.ranks import on_ranks
 from meshwright.calibrate.bench import Bench
 from meshwright.calibrate.quiet import unrest
@@ -56,7 +59,7 @@ def main() -> None:
 def run(job: Mapping[str, Any], events: str) -> bool:
     """All models of a job, on one rank."""
     ranks = Ranks(job["ranks"], Path(events), patient=job["what"] == "memory")
-    look = {"time": _times, "memory": _bytes}[job["what"]]
+    look = {"time": _times, "memory": _bytes, "tune": functools.partial(_tuned, job["cluster"])}[job["what"]]
     todo = list(job["models"].items())
     for number, (name, plans) in enumerate(todo):
         left = job["until"] - ranks.now()
@@ -229,6 +232,33 @@ def _bytes(
         size = ranks.everybody(name, plan, lambda make=make: peak_bytes(make, warm_up=2, steps=3))
         if size is not None:
             ranks.tell({"model": name, "plan": plan, "bytes": size})
+
+
+# ---------------------------------------------------------------- tune
+
+
+def _tuned(
+    cluster: str, ranks: Ranks, name: str, plans: Mapping[str, str], rounds: tuple[int, int], seconds: float
+) -> None:
+    """The plan that a user's step keeps with ``tune=True``, said of the first of the plans."""
+    net, batch, loss = model(name).build()
+    first, known = next(iter(plans)), mw.Cluster.from_yaml(cluster)
+
+    def kept() -> Plan:
+        step = mw.train_step(
+            net,
+            lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+            batch,
+            loss=loss,
+            mesh=MESHES[known.ranks],
+            cluster=known,
+            tune=True,
+        )
+        return step.plan
+
+    plan = ranks.everybody(name, first, kept)
+    if plan is not None:
+        ranks.tell({"model": name, "plan": first, "tuned": plan.to_json()})
 
 
 if __name__ == "__main__":

@@ -18,12 +18,14 @@ from meshwright.calibrate.quiet import LIMIT
 from meshwright.calibrate.step_rows import Prediction
 
 LEAST_QUIET = 5  # samples between quiet probes, for a row that counts
+TUNED = "tuned"  # the way of plans that `tune=True` kept
 
 
 @dataclass
 class Row:
     """A plan of a model on so many ranks; `plans` are the ways that led to it. `samples`: seconds of the slowest rank,
-    with the worse of the probes before and after. `fitted`: seconds predicted with factors from the other models."""
+    with the worse of the probes before and after. `fitted`: seconds predicted with factors from the other models.
+    `tuned`: the plan that `tune=True` kept for the model, as text, where that was asked of this row."""
 
     model: str
     ranks: int
@@ -35,6 +37,7 @@ class Row:
     fitted: float = math.nan
     predicted_bytes: int = 0
     measured_bytes: int = 0
+    tuned: str = ""
 
     @property
     def label(self) -> str:
@@ -137,11 +140,13 @@ def order(rows: Sequence[Row], predicted: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Regret:
-    """What `auto` picked against the best of all that were tried, both measured in the same rounds."""
+    """What `auto` picked, or what `tune=True` kept, against the best of all that were tried, measured in the same
+    rounds. `way`: which of the two."""
 
     model: str
     ranks: int
-    auto: float
+    way: str
+    picked: float
     best: float
     best_plan: str
     quiet: bool
@@ -149,19 +154,19 @@ class Regret:
     @property
     def ratio(self) -> float:
         """1 when nothing was better."""
-        return self.auto / self.best
+        return self.picked / self.best
 
 
-def regrets(rows: Sequence[Row]) -> list[Regret]:
+def regrets(rows: Sequence[Row], way: str = "auto") -> list[Regret]:
     """For each model and number of ranks. Where rows are not quiet, it says so."""
     found: list[Regret] = []
     for model, ranks in dict.fromkeys((r.model, r.ranks) for r in rows):
         here = [r for r in rows if (r.model, r.ranks) == (model, ranks) and math.isfinite(r.measured)]
-        auto = next((r for r in here if "auto" in r.plans), None)
-        if auto is not None:
+        picked = next((r for r in here if way in r.plans), None)
+        if picked is not None:
             best = min(here, key=lambda r: r.measured)
-            quiet = auto.quiet and best.quiet
-            found.append(Regret(model, ranks, auto.measured, best.measured, best.label, quiet))
+            quiet = picked.quiet and best.quiet
+            found.append(Regret(model, ranks, way, picked.measured, best.measured, best.label, quiet))
     return found
 
 
@@ -208,15 +213,16 @@ def time_table(rows: Sequence[Row]) -> Table:
 
 def regret_table(found: Sequence[Regret]) -> Table:
     """A line for each model."""
-    headings = ("model", "ranks", "auto", "best", "regret", "which was best", "quiet")
-    shown = _table("the plan of auto against the best tried", *headings)
+    headings = ("model", "ranks", "plan", "its step", "best", "regret", "which was best", "quiet")
+    shown = _table("the plan of auto, and what tune=True kept, against the best tried", *headings)
     for one in found:
         style = "green" if one.ratio <= 1.05 else "red"
         quiet = "yes" if one.quiet else Text("no", style="yellow")
         shown.add_row(
             one.model,
             str(one.ranks),
-            ms(one.auto),
+            one.way,
+            ms(one.picked),
             ms(one.best),
             Text(f"{one.ratio:.2f}", style=style),
             one.best_plan,
@@ -259,9 +265,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
                     f"{what}: mean error {statistics.fmean(map(abs, missed)):.1%}, worst {worst:+.0%}, "
                     f"mean signed {statistics.fmean(missed):+.1%}, order right in {right} of {count} separable pairs"
                 )
-        found = [r.ratio for r in regrets(here)]
-        if found:
-            said.append(f"regret of auto: median {statistics.median(found):.2f}, worst {max(found):.2f}")
+        for way in ("auto", TUNED):
+            found = [r.ratio for r in regrets(here, way)]
+            if found:
+                said.append(
+                    f"regret of {way}: mean {statistics.fmean(found):.3f}, median {statistics.median(found):.2f}, "
+                    f"worst {max(found):.2f}"
+                )
         lines.append("; ".join(said))
     return lines
 

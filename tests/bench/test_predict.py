@@ -89,6 +89,9 @@ def test_regret_is_what_auto_loses() -> None:
     (one,) = report.regrets(rows)
     assert one.ratio == pytest.approx(1.2) and one.best_plan == "b" and one.quiet
     assert report.regrets(rows[1:]) == []
+    rows[1].plans = ("b", report.TUNED)
+    (tuned,) = report.regrets(rows, report.TUNED)
+    assert tuned.ratio == 1 and tuned.way == report.TUNED
 
 
 def test_tables_say_what_failed() -> None:
