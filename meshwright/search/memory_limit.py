@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.search.budget import AUTO, MEMORY, SOLVE
+from meshwright.search.budget import AUTO, MEMORY, SOLVE, TECHNIQUES
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, skipping_unproven, solve, solve_limited
 from meshwright.search.space.build import Space
@@ -245,6 +245,14 @@ def fits_in_both(planner: Planner, found: SearchResult) -> bool:
     if found.techniques.offload and room and evaluation is not None and evaluation.host_bytes > room:
         return False
     return fits(planner, found)
+
+
+def sure(planner: Planner, found: SearchResult) -> SearchResult:
+    """A choice that fits, evaluated in full where its peak is near the limit; any other as it is."""
+    far = planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0)
+    if far or not fits_in_both(planner, found):
+        return found
+    return planner.under(found.techniques).settled(found)
 
 
 def nearer(planner: Planner, one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:

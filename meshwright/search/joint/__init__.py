@@ -37,7 +37,7 @@ from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import first_front, front, least_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.least_memory import any_fits
-from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of
+from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of, sure
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.build import Space
@@ -66,9 +66,7 @@ def joint(
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
             known = _searched(planner, search.made, search.over, known)
             if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
-                sure = planner.under(known.techniques).settled(known)
-                if fits_in_both(planner, sure):
-                    return _unopened(search, _bounded(planner, search.space, sure))
+                return _unopened(search, _bounded(planner, search.space, known))
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
             base = further_ahead(planner, auto(planner, below))
@@ -160,7 +158,7 @@ def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
     if best is not None and stop.now():
         return _bounded(planner, space, best)
     if best is not None:
-        best = planner.under(best.techniques).settled(best)
+        best = sure(planner, best)
     if best is None or not fits_in_both(planner, best):
         best = last_resort(planner, space, wide)
     if best is None:
@@ -220,20 +218,12 @@ def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None
                 return None
             if size > limit:
                 continue
-            found = _sure(planner, made.evaluated(candidate, point.techniques))
+            found = sure(planner, made.evaluated(candidate, point.techniques))
             if fits_in_both(planner, found):
                 offer(planner, found)
                 planner.tell("recipe", step_of(found), None)
                 return found
     return None
-
-
-def _sure(planner: Planner, found: SearchResult) -> SearchResult:
-    """A choice that fits, evaluated in full where its peak is near the limit."""
-    far = planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0)
-    if far or not fits_in_both(planner, found):
-        return found
-    return planner.under(found.techniques).settled(found)
 
 
 def _searched(
@@ -294,7 +284,7 @@ def _searched(
             fitting.append((number, point))
             slower += best is not None
             if step_of(found) < share * step:
-                found = _sure(planner, found)
+                found = sure(planner, found)
                 if fits_in_both(planner, found):
                     best, slower = found, 0
                     offer(planner, found)
@@ -364,7 +354,7 @@ def _again(planner: Planner, best: SearchResult) -> SearchResult:
         if step_of(found) >= step_of(best):
             continue
         found = replace(found, claims={**found.claims, "chosen": best.claims["chosen"]})
-        found = planner.under(found.techniques).settled(found)
+        found = sure(planner, found)
         if fits_in_both(planner, found) and step_of(found) < step_of(best):
             best = found
             offer(planner, best)

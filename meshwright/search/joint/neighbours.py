@@ -13,7 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import Dimension, with_values
 from meshwright.search.joint.front import Front
-from meshwright.search.memory_limit import fits_in_both
+from meshwright.search.memory_limit import fits_in_both, step_of, sure
 from meshwright.search.planner import SearchResult
 
 SHARDINGS = "shardings"  # the name of a choice that differs in shardings and storage alone
@@ -32,12 +32,16 @@ class Neighbour:
 def neighbours(made: Front, over: Sequence[Dimension], best: SearchResult) -> dict[str, Neighbour]:
     """By technique, the quickest with another value of it that fits; under `SHARDINGS` that with the same techniques.
     Those without one are left out."""
-    found = {SHARDINGS: _next(made, best, [(best.techniques, _enough(None, best.techniques, best))])}
+    here, step = best.techniques, step_of(best)
+    first = _next(made, best, [(here, _enough(None, here, here, step))])
+    found = {SHARDINGS: first}
+    if first is not None and first.found is not None:
+        step = min(step, first.seconds)  # others must be quicker than that, too
     for dimension in over:
-        mine = value_of(dimension, best.techniques)
-        others = [with_values(best.techniques, {dimension.name: v}) for v in dimension.values if v != mine]
-        others = [t for t in others if t != best.techniques]
-        found[dimension.name] = _next(made, best, [(t, _enough(dimension, t, best)) for t in others])
+        mine = value_of(dimension, here)
+        others = [with_values(here, {dimension.name: v}) for v in dimension.values if v != mine]
+        asked = [(t, _enough(dimension, t, here, step)) for t in others if t != here]
+        found[dimension.name] = _next(made, best, asked)
     return {name: one for name, one in found.items() if one is not None}
 
 
@@ -48,26 +52,25 @@ def quicker(
     What was evaluated in full stands in `near` from then on, and what does not fit then is taken out."""
     named = {d.name: d for d in over}
     for name, one in sorted(near.items(), key=lambda each: each[1].seconds):
-        enough = _enough(named.get(name), one.techniques, best)
+        enough = _enough(named.get(name), one.techniques, best.techniques, step_of(best))
         if one.found is None or one.seconds >= enough:
             continue
-        found = made.planner.under(one.found.techniques).settled(one.found)
+        found = sure(made.planner, one.found)
         if not fits_in_both(made.planner, found):
             del near[name]
             continue
-        near[name] = Neighbour(one.techniques, found.claims["step_seconds"], found)
+        near[name] = Neighbour(one.techniques, step_of(found), found)
         if near[name].seconds < enough:
             return found
     return None
 
 
-def _enough(dimension: Dimension | None, techniques: Techniques, best: SearchResult) -> float:
+def _enough(dimension: Dimension | None, techniques: Techniques, best: Techniques, step: float) -> float:
     """Seconds of a step below which a choice under techniques, which differ from the best's in a dimension at most,
-    takes its place: one that is plainer need not be quicker, one that is richer must be by more."""
-    step = best.claims["step_seconds"]
-    if dimension is not None and _is_plainer(dimension, techniques, best.techniques):
+    takes its place: one that is plainer need not be quicker than its `step`, one that is richer must be by more."""
+    if dimension is not None and _is_plainer(dimension, techniques, best):
         return (1 + TECHNIQUES.as_quick) * step
-    if dimension is not None and _is_plainer(dimension, best.techniques, techniques):
+    if dimension is not None and _is_plainer(dimension, best, techniques):
         return (1 - TECHNIQUES.as_quick) * step
     return (1 - TECHNIQUES.no_quicker) * step
 
@@ -112,18 +115,20 @@ def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, flo
     estimated: Neighbour | None = None
     for _, place, number in [*sorted(own)[:1], *sorted(rows)[: TECHNIQUES.neighbour_simulations]]:
         techniques, enough = asked[place]
-        likely = made.likely_seconds(made.candidates[number], techniques)
+        candidate = made.candidates[number]
+        likely = made.likely_seconds(candidate, techniques)
         if quickest is not None and likely >= quickest.seconds:
             continue
-        if made.spent or likely >= (1 + TECHNIQUES.doubt) * enough:
+        slower = made.plainer_seconds(candidate, techniques) >= enough
+        if made.spent or slower or likely >= (1 + TECHNIQUES.doubt) * enough:
             if estimated is None or likely < estimated.seconds:
                 estimated = Neighbour(techniques, likely)
             continue
         try:
-            found = made.evaluated(made.candidates[number], techniques, enough)
+            found = made.evaluated(candidate, techniques, enough)
         except PlanError:
             continue
-        step = found.claims["step_seconds"]
+        step = step_of(found)
         if fits_in_both(made.planner, found) and (quickest is None or step < quickest.seconds):
             quickest = Neighbour(techniques, step, found)
     return min((one for one in (quickest, estimated) if one), key=lambda one: one.seconds, default=None)

@@ -76,6 +76,35 @@ def test_what_is_far_from_its_bound_is_solved_with_more_work(
     assert work == [TECHNIQUES.front_work, TECHNIQUES.front_more_work][:solves]
 
 
+def test_more_slices_and_more_on_the_host_make_no_step_shorter() -> None:
+    """So that what was simulated with less of them says what more of them takes at least."""
+    made_for = planner("wide gpt", 1e9, cluster())
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    words = ("optimizer", "activations", "parameters")
+    asked = [
+        replace(made_for.techniques, offload=words[:count], slice_activation=slices)
+        for count in range(len(words) + 1)
+        for slices in (False, True)
+    ]
+    for candidate in made.candidates[:4]:
+        for techniques in asked:
+            least = made.plainer_seconds(candidate, techniques)
+            assert least > 0 or techniques == asked[0]
+            assert made.likely_seconds(candidate, techniques) >= least
+            step = made.evaluated(candidate, techniques).claims["step_seconds"]
+            assert step >= (1 - TECHNIQUES.as_quick) * least
+
+
+def test_a_choice_that_may_use_memory_that_more_on_the_host_saves_says_nothing() -> None:
+    made_for = planner("wide gpt", 1e9, cluster())
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    plain, candidate = made_for.techniques, next(c for c in made.candidates if c.layer_bytes > 0)
+    peak, more = made_for.peak_bytes(made.evaluated(candidate, plain)), replace(plain, offload=("optimizer",))
+    for room, known in ((1.01 * candidate.layer_bytes, True), (0.99 * candidate.layer_bytes, False)):
+        made.planner.request = replace(made_for.request, memory_bytes=peak + room)
+        assert (made.plainer_seconds(candidate, more) > 0) == known
+
+
 def test_micro_batches_split_activations_and_not_weights_that_backward_gathers() -> None:
     """What sums miss with one micro-batch says what they miss with two."""
     with torch.device("meta"):

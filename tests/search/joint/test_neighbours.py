@@ -21,7 +21,10 @@ HERE: dict[str, Any] = {"recompute": "selective", "micro_batches": 2, "offload":
 
 def found(seconds: float, techniques: dict[str, Any]) -> Any:
     return SimpleNamespace(
-        techniques=Techniques(**techniques), claims={"step_seconds": seconds}, evaluation=None, space=None
+        techniques=Techniques(**techniques),
+        claims={"step_seconds": seconds, "price_seconds": seconds},
+        evaluation=None,
+        space=None,
     )
 
 
@@ -42,7 +45,7 @@ def found(seconds: float, techniques: dict[str, Any]) -> Any:
 )
 def test_the_plainer_of_what_is_as_quick_is_taken(name: str, value: Any, seconds: float, taken: bool) -> None:
     request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
-    planner = SimpleNamespace(request=request, under=lambda asked: SimpleNamespace(settled=lambda one: one))
+    planner = SimpleNamespace(request=request, peak_bytes=lambda one: 0.0)
     other = found(seconds, {**HERE, **({name: value} if name != SHARDINGS else {})})
     made: Any = SimpleNamespace(planner=planner)
     near = {name: Neighbour(other.techniques, seconds, other)}
@@ -67,6 +70,7 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
         likely_seconds=lambda candidate, asked: (
             expected[asked.micro_batches] + 0.1 * (asked.offload != HERE["offload"])
         ),
+        plainer_seconds=lambda candidate, asked: 0.0,
         evaluated=evaluated,
         spent=False,
     )
@@ -90,3 +94,30 @@ def test_one_micro_batch_keeps_sums_in_shards_only_where_a_user_said_so() -> Non
     assert with_values(chosen, {"micro_batches": 4}).gradient_accumulation_shard
     assert with_values(asked, {"micro_batches": 1}).gradient_accumulation_shard
     assert with_values(Techniques(), shards) == Techniques()  # no neighbour of its own
+
+
+def test_what_a_plainer_neighbour_already_takes_is_not_simulated_again() -> None:
+    """With the same techniques another choice is quicker: what is richer must be quicker than that one."""
+    here, candidate = {**HERE, "offload": ()}, SimpleNamespace(space=None, states=(1,), examples=4)
+    simulated: list[tuple[str, ...]] = []
+
+    def evaluated(candidate: Any, asked: Techniques, enough: float) -> Any:
+        simulated.append(asked.offload)
+        return found(0.95, {**here, "offload": asked.offload})
+
+    request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
+    made: Any = SimpleNamespace(
+        planner=SimpleNamespace(request=request),
+        candidates=[candidate],
+        peak_bytes=lambda candidate, asked: 0.0,
+        overfills_host=lambda candidate, asked: False,
+        likely_seconds=lambda candidate, asked: 0.94,
+        plainer_seconds=lambda candidate, asked: 0.95 if asked.offload and simulated else 0.0,
+        evaluated=evaluated,
+        spent=False,
+    )
+    best = found(1.0, here)
+    best.states = ()
+    near = neighbours(made, OVER[2:], best)
+    assert simulated == [()]
+    assert near[SHARDINGS].found is not None and near["offload"].found is None

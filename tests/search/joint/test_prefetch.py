@@ -82,7 +82,12 @@ def test_what_is_searched_once_more_is_gathered_further_ahead_too(monkeypatch: p
         made = {"found": lambda space, states, claims: found(techniques), "settled": lambda one: one}
         return SimpleNamespace(**made)
 
-    planner: Any = SimpleNamespace(under=under, request=SimpleNamespace(stop=Stop()), tell=lambda *_: None)
+    planner: Any = SimpleNamespace(
+        under=under,
+        request=SimpleNamespace(stop=Stop(), memory_bytes=1.0),
+        peak_bytes=lambda one: 0.5,
+        tell=lambda *_: None,
+    )
     best = found(Techniques())
     best.claims = {"step_seconds": 0.9, "price_seconds": 0.9, "chosen": "a recipe"}
     again = _again(planner, best)
