@@ -12,13 +12,14 @@ import torch
 from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.canonical_names import hoist_constants, name_nodes, number_seeds, share_constants
-from meshwright.capture.convert import MetaConstant, convert, literal_constants
+from meshwright.capture.convert import convert, literal_constants
 from meshwright.capture.dtypes import check_dtypes
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
 from meshwright.capture.index_to_view import indices_to_views
 from meshwright.capture.marks import settle_marks
 from meshwright.capture.meta_as_cpu import meta_as_cpu
+from meshwright.capture.meta_constants import MetaConstant
 from meshwright.capture.nest import Shape
 from meshwright.capture.normalize import normalize
 from meshwright.capture.raise_attention import raise_attention

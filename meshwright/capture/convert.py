@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from meshwright.capture.copy_layers import PREFIX
 from meshwright.capture.export_errors import AS_IT_IS
+from meshwright.capture.meta_constants import check_values
 from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
 from meshwright.capture.ties import ties_of
-from meshwright.capture.trace import LINE, PREFIX, Trace
+from meshwright.capture.trace import LINE, Trace
 from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
 from meshwright.errors import CaptureError, a_type
 
@@ -31,10 +33,6 @@ NO_MEANING = ("layout", "pin_memory", "memory_format", "non_blocking")
 FORMER = "_former_memory"
 # Ends the name of an input until nodes are named: torch calls an operator `mean` even where a buffer has that name.
 INPUT = "'"
-
-
-class MetaConstant(CaptureError):
-    """A tensor on the meta device that is no parameter or buffer, so that its values are missing from the program."""
 
 
 OVERLOAD = type(torch.ops.aten.add.Tensor)  # its class has no public name
@@ -166,14 +164,9 @@ def _inputs(
         elif spec.kind == kinds.CONSTANT_TENSOR:
             tensor = program.constants[spec.target or ""]
             assert isinstance(tensor, torch.Tensor)
+            check_values(tensor, target or placeholder)
             if not tensor.numel():
-                tensor = torch.empty(tensor.shape, dtype=tensor.dtype)  # an empty cache has nothing to lack
-            if tensor.device.type == "meta":
-                raise MetaConstant(
-                    f"the model reads {target or placeholder}, a tensor on the meta device",
-                    why="it is not a parameter or buffer, so its values become part of the program, and it has none",
-                    hint="register_buffer(…, persistent=False) makes it a buffer of the model",
-                )
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
             if (shared := storages.get(_storage(tensor))) is not None:
                 raise CaptureError(
                     f"the loss or the model reads a tensor that shares the memory of {shared}",

@@ -15,7 +15,9 @@ import torch
 from torch import fx
 
 from meshwright.capture.equal_layers import AGAIN, BEGINS, ENDS, Call, EqualLayers
+from meshwright.capture.meta_constants import check_values
 
+PREFIX = "model."  # of the names of the model's parts in a trace
 CONSTANT = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
 
 
@@ -74,11 +76,11 @@ class _Copier:
         for names in ties:
             known = [self.inputs[n] for n in names if n in self.inputs]
             self.inputs |= {n: known[0] for n in names if known and n not in self.inputs}
-        self.constants = {
-            placeholders[spec.arg.name]: program.constants[spec.target or ""]
-            for spec in signature
-            if spec.kind == CONSTANT
-        }
+        constants = [
+            (placeholders[spec.arg.name], spec.target or "") for spec in signature if spec.kind == CONSTANT
+        ]
+        self.constants = {node: program.constants[name] for node, name in constants}
+        self.names = dict(constants)
 
     def expand(self, call: Call) -> None:
         """Put the operators of the call that this one is like in its place."""
@@ -158,11 +160,14 @@ class _Copier:
             raise UnequalLayersError from None
 
     def same_constant(self, one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two placeholders are of constants with the same values."""
+        """Return whether two placeholders are of constants with the same values. Raises MetaConstant if one has none:
+        no other trace of the layers would have them."""
         a, b = self.constants.get(one), self.constants.get(other)
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.is_meta or b.is_meta:
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             return False
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for node, tensor in ((one, a), (other, b)):
+            check_values(tensor, self.names[node].removeprefix(PREFIX))
+        return a.dtype == b.dtype and a.shape == b.shape and (not a.numel() or torch.equal(a, b))
 
 
 class _Comparison:

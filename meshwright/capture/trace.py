@@ -26,7 +26,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from meshwright.capture.copy_layers import UnequalLayersError, copy_layers
+from meshwright.capture.copy_layers import PREFIX, UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
 from meshwright.capture.equal_layers import EqualLayers
 from meshwright.capture.export_errors import explained, own_error_in, without_tensors
@@ -45,7 +45,6 @@ from meshwright.errors import CaptureError, MeshwrightError
 ONE_AT_A_TIME = threading.RLock()
 CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
-PREFIX = "model."  # of the names of the model's parts in a trace
 LINE = "user_line"  # what a node's own metadata calls the line that made it: torch knows those of `forward` alone
 REAL = (torch.Tensor, torch.nn.Parameter)
 NO_CHECKPOINT = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture import capture, copy_layers, equal_layers
+from meshwright.capture import capture, copy_layers, equal_layers, trace
 from meshwright.examples.zoo import hugging_face_loss
 from tests.breadth import first
 
@@ -88,6 +88,30 @@ def test_hugging_face_layers_of_two_kinds_are_copied(monkeypatch: pytest.MonkeyP
     model = Gemma2ForCausalLM(config)
     ids = torch.zeros(2, 8, dtype=torch.long)
     assert traced(model, monkeypatch, input_ids=ids, labels=ids) == (8 - 5, True)
+
+
+class Halving(Layer):
+    """A layer that makes a constant where it is called."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.tensor(0.5, device=x.device), mask)
+
+
+def test_constants_without_values_need_no_trace_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device the first trace says so, and the next is of a model on the CPU."""
+    run, each = trace._trace, list[bool]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        each.append(options["each"])
+        return run(*args, **options)
+
+    with torch.device("meta"):
+        model, batch = Stack(Halving), {"x": torch.zeros(2, 8)}
+    monkeypatch.setattr(trace, "_trace", counted)
+    assert (
+        capture(model, batch, _loss).graph == capture(Stack(Halving), {"x": torch.zeros(2, 8)}, _loss).graph
+    )
+    assert each == [False, False, False]
 
 
 def test_tied_and_repeated_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
