@@ -38,8 +38,15 @@ class Point:
 
     def beyond(self, other: Point) -> bool:
         """True if no technique is plainer than in another point."""
-        words = set(self.techniques.offload) >= set(other.techniques.offload)
-        return words and all(a >= b for a, b in zip(self.places, other.places, strict=True))
+        more = has_no_less_on_host(self.techniques.offload, other.techniques.offload)
+        return more and all(a >= b for a, b in zip(self.places, other.places, strict=True))
+
+
+def has_no_less_on_host(words: Collection[str], others: Collection[str]) -> bool:
+    """True if all `others` of ``offload`` are among `words`, and a step with these is no shorter. Parameters and
+    optimizer are quicker there together than one of them: updated weights are not sent back at the end of a step."""
+    both = {PARAMETERS, OPTIMIZER}
+    return set(words) >= set(others) and not (both <= set(words) and len(both & set(others)) == 1)
 
 
 def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
@@ -163,6 +170,7 @@ __all__ = [
     "Point",
     "dimensions",
     "distinct",
+    "has_no_less_on_host",
     "points",
     "powers",
     "sparing",

@@ -20,6 +20,7 @@ from meshwright.cost.host import update_seconds_there
 from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
+from meshwright.search.joint.dimensions import has_no_less_on_host
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.memory_limit import step_of
 from meshwright.search.planner import Planner, SearchResult
@@ -194,6 +195,8 @@ class Front:
         room = (self.planner.request.memory_bytes or math.inf) - candidate.layer_bytes
         for count in range(len(words) + 1):
             for offload in itertools.combinations(words, count):
+                if not has_no_less_on_host(words, offload):
+                    continue
                 for slices in {techniques.slice_activation, False}:
                     plainer = replace(techniques, offload=offload, slice_activation=slices)
                     found = self._seen.get((candidate, plainer)) if plainer != techniques else None

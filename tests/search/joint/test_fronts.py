@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -82,8 +83,9 @@ def test_more_slices_and_more_on_the_host_make_no_step_shorter() -> None:
     made = front(made_for, made_for.space(families_of(made_for)[0][1]))
     words = ("optimizer", "activations", "parameters")
     asked = [
-        replace(made_for.techniques, offload=words[:count], slice_activation=slices)
+        replace(made_for.techniques, offload=offload, slice_activation=slices)
         for count in range(len(words) + 1)
+        for offload in itertools.combinations(words, count)
         for slices in (False, True)
     ]
     for candidate in made.candidates[:4]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.techniques import Techniques
-from meshwright.search.joint.dimensions import Dimension, with_values
+from meshwright.search.joint.dimensions import Dimension, Point, with_values
 from meshwright.search.joint.neighbours import SHARDINGS, Neighbour, neighbours, quicker
 
 OVER = (
@@ -121,3 +121,21 @@ def test_what_a_plainer_neighbour_already_takes_is_not_simulated_again() -> None
     near = neighbours(made, OVER[2:], best)
     assert simulated == [()]
     assert near[SHARDINGS].found is not None and near["offload"].found is None
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "beyond"),
+    [
+        (("optimizer",), (), True),
+        (("optimizer", "parameters"), (), True),
+        (("optimizer", "parameters"), ("optimizer",), False),
+        (("optimizer", "parameters"), ("parameters",), False),
+        (("optimizer", "activations", "parameters"), ("optimizer", "parameters"), True),
+        (("activations",), ("optimizer",), False),
+    ],
+)
+def test_parameters_and_optimizer_on_the_host_may_be_quicker_than_one_of_them(
+    words: tuple[str, ...], others: tuple[str, ...], beyond: bool
+) -> None:
+    """Kimi-K2 on 128 ranks: 8.67 s a step, and 8.93 with the optimizer alone."""
+    assert Point((0,), Techniques(offload=words)).beyond(Point((0,), Techniques(offload=others))) == beyond
