@@ -53,6 +53,17 @@ def test_the_plainer_of_what_is_as_quick_is_taken(name: str, value: Any, seconds
     assert chosen is (other if taken else None)
 
 
+def front_of(**given: Any) -> Any:
+    """A front of one choice, of which all that is given is said; nothing is over a limit."""
+    request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
+    return SimpleNamespace(
+        planner=SimpleNamespace(request=request),
+        peak_bytes=lambda candidate, asked: 0.0,
+        spent=False,
+        **given,
+    )
+
+
 def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulated() -> None:
     expected = {1: 0.9, 2: 1.0, 4: 1.3}  # micro-batches → seconds
     simulated: list[int] = []
@@ -61,18 +72,14 @@ def test_a_neighbour_that_is_expected_to_be_slower_is_estimated_and_not_simulate
         simulated.append(asked.micro_batches)
         return found(1.5, {**HERE, "micro_batches": asked.micro_batches})
 
-    request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
-    made: Any = SimpleNamespace(
-        planner=SimpleNamespace(request=request),
+    made = front_of(
         candidates=[SimpleNamespace(space=None, states=(), examples=4)],
-        peak_bytes=lambda candidate, asked: 0.0,
         overfills_host=lambda candidate, asked: asked.recompute == "full",
         likely_seconds=lambda candidate, asked: (
             expected[asked.micro_batches] + 0.1 * (asked.offload != HERE["offload"])
         ),
         plainer_seconds=lambda candidate, asked: 0.0,
         evaluated=evaluated,
-        spent=False,
     )
     best = found(1.0, HERE)
     best.states = ()
@@ -105,16 +112,12 @@ def test_what_a_plainer_neighbour_already_takes_is_not_simulated_again() -> None
         simulated.append(asked.offload)
         return found(0.95, {**here, "offload": asked.offload})
 
-    request = SimpleNamespace(memory_bytes=None, cluster=SimpleNamespace(host_memory_bytes=0))
-    made: Any = SimpleNamespace(
-        planner=SimpleNamespace(request=request),
+    made = front_of(
         candidates=[candidate],
-        peak_bytes=lambda candidate, asked: 0.0,
         overfills_host=lambda candidate, asked: False,
         likely_seconds=lambda candidate, asked: 0.94,
         plainer_seconds=lambda candidate, asked: 0.95 if asked.offload and simulated else 0.0,
         evaluated=evaluated,
-        spent=False,
     )
     best = found(1.0, here)
     best.states = ()
