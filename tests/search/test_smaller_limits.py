@@ -11,6 +11,7 @@ from meshwright.compile import Captured, captured_of, plan_captured
 from meshwright.cost.cluster import Cluster
 from meshwright.examples import gpt
 from meshwright.planning.search_request import request_for
+from meshwright.search.budget import TECHNIQUES
 from tests.search.planned import MODELS, cluster
 
 SAME = 1 + 1e-9
@@ -52,12 +53,13 @@ def test_a_larger_limit_gives_no_slower_plan_where_moments_are_on_the_host() -> 
 
 
 @pytest.mark.full
-def test_limits_at_which_moments_leave_the_device_give_one_plan() -> None:
+def test_limits_at_which_moments_leave_the_device_give_as_quick_plans() -> None:
     """Weights, gradients and moments, with their copies at the update, take 128 MB. Below that no simulation is spent
-    on what keeps moments on the device, and what the host's update takes is known before one is simulated."""
+    on what keeps moments on the device, and what the host's update takes is known before one is simulated. Choices that
+    save less than 1 % are not simulated, and which these are depends on the limit."""
     with torch.device("meta"):
         model, batch, loss = gpt.build(gpt.GPTConfig(width=512, layers=4), batch=4)
     captured = captured_of(model, batch, loss)
     where = Cluster.preset("h100", nodes=1, ranks_per_node=2)
     first, *others = steps_within(captured, where, (90e6, 110e6, 120e6))
-    assert others == pytest.approx([first, first])
+    assert all((1 - TECHNIQUES.worth) * first <= other <= SAME * first for other in others)
