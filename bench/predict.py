@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _peaks(rows, folder, began)
             else:
                 if options.tune:
-                    _tuned(rows, clusters, folder, began)
-                    until += time.time() - began
+                    until += _tuned(rows, clusters, folder, began)
                 _times(rows, folder, options, began, until)
         except (KeyboardInterrupt, SystemExit):
             console.print("[yellow]interrupted: this is what was measured until then[/]")
@@ -183,8 +182,9 @@ def _content(plan: Plan) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- jobs
 
 
-def _tuned(rows: list[Row], clusters: Mapping[int, mw.Cluster], folder: Path, began: float) -> None:
-    """Add the plans that `tune=True` keeps, which may be among the rows."""
+def _tuned(rows: list[Row], clusters: Mapping[int, mw.Cluster], folder: Path, began: float) -> float:
+    """Add the plans that `tune=True` keeps, which may be among the rows. Returns the seconds that it took."""
+    started = time.time()
     for ranks, cluster in clusters.items():
         here = [r for r in rows if r.ranks == ranks]
         _job("tune", here, folder, (0, 0), time.time() + 600, began, cluster.to_yaml())
@@ -201,6 +201,7 @@ def _tuned(rows: list[Row], clusters: Mapping[int, mw.Cluster], folder: Path, be
                 continue
             step, size = predict(captured(name)[1], plan, cluster)
             rows.append(Row(name, ranks, (TUNED,), text, step, predicted_bytes=size))
+    return time.time() - started
 
 
 def _times(rows: list[Row], folder: Path, options: argparse.Namespace, began: float, until: float) -> None:

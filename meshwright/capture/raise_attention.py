@@ -185,10 +185,8 @@ class Masks:
                 source, dim, first, _, step = node.args
                 low, high = region[dim]
                 inner = [*region]
-                inner[dim] = (
-                    first + low * step,
-                    first + (high - 1) * step + 1 if high > low else first + low * step,
-                )
+                end = min(first + high * step, self.types[source.name].shape[dim])
+                inner[dim] = (first + low * step, end)
                 every = tuple(slice(None, None, step if d == dim else None) for d in range(len(shape)))
                 return self._value(source.name, tuple(inner), memo)[every]
             case op if op in ALONG:

@@ -23,7 +23,7 @@ from meshwright.search.space.variables import Choice
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=4)
 SLOW_LINK = replace(CLUSTER, levels=tuple(replace(level, bytes_per_s=2e9) for level in CLUSTER.levels))
 ALL_PARTS = {"threshold_kb": 0}
-WISHES: list[dict[str, Any]] = [
+TECHNIQUES: list[dict[str, Any]] = [
     {},
     {"fusion": 0},
     {"optimizer_parallel": 1, **ALL_PARTS},
@@ -83,18 +83,18 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     yield Both(monkeypatch)
 
 
-def check(both: Both, name: str, mode: str, cluster: Cluster, **wish: Any) -> None:
+def check(both: Both, name: str, mode: str, cluster: Cluster, **techniques: Any) -> None:
     net, batch, loss = built(name)
-    mw.plan(net, batch, loss=loss, cluster=cluster, mode=mode, **wish)
+    mw.plan(net, batch, loss=loss, cluster=cluster, mode=mode, **techniques)
     assert both.seen and not both.untold
     for few, full in both.seen:
         assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-9)
         assert few.exposed_seconds == pytest.approx(full.exposed_seconds, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_the_step_under_techniques(both: Both, wish: dict[str, Any]) -> None:
-    check(both, "gpt", "recursive_programming", SLOW_LINK, **wish)
+@pytest.mark.parametrize("techniques", TECHNIQUES, ids=str)
+def test_the_step_under_techniques(both: Both, techniques: dict[str, Any]) -> None:
+    check(both, "gpt", "recursive_programming", SLOW_LINK, **techniques)
 
 
 def test_the_step_of_layers_of_two_kinds(both: Both) -> None:

@@ -4,7 +4,6 @@ simulations saw beyond sums."""
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -191,19 +190,20 @@ class Front:
         """The most that the candidate's step took in simulations without slices or with less offload; 0 without any.
         More of these makes no step shorter (tests: by less than 1e-3), unless weights are gathered further ahead in the
         memory that it saves: a simulation without room for that does not count."""
-        words, most = techniques.offload, 0.0
-        room = (self.planner.request.memory_bytes or math.inf) - candidate.layer_bytes
-        for count in range(len(words) + 1):
-            for offload in itertools.combinations(words, count):
-                if not has_no_less_on_host(words, offload):
-                    continue
-                for slices in {techniques.slice_activation, False}:
-                    plainer = replace(techniques, offload=offload, slice_activation=slices)
-                    found = self._seen.get((candidate, plainer)) if plainer != techniques else None
-                    if found is None or found.evaluation is None or not found.evaluation.timed:
-                        continue
-                    if self.planner.peak_bytes(found) <= room:
-                        most = max(most, step_of(found))
+        most, room = 0.0, (self.planner.request.memory_bytes or math.inf) - candidate.layer_bytes
+        for (other, plainer), found in self._seen.items():
+            words, slices = plainer.offload, plainer.slice_activation
+            if (
+                other is candidate
+                and plainer != techniques
+                and plainer == replace(techniques, offload=words, slice_activation=slices)
+                and slices <= techniques.slice_activation
+                and has_no_less_on_host(techniques.offload, words)
+                and found.evaluation is not None
+                and found.evaluation.timed
+                and self.planner.peak_bytes(found) <= room
+            ):
+                most = max(most, step_of(found))
         return most
 
     def least_late(self, techniques: Techniques) -> float:
