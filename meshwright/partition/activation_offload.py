@@ -21,7 +21,7 @@ from meshwright.ops.saved import saved
 from meshwright.partition.backward_demand import FirstReaders, demand_within
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.interleave import named
-from meshwright.partition.recompute import readers_alike
+from meshwright.partition.recompute import VIEWS, readers_alike
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO, Step, redistribute
 from meshwright.redistribute.index_maps import exchange
@@ -81,7 +81,7 @@ def _ways(
         # A view is saved with its base; a recomputed value is not saved.
         talks = any(s.kind in COLLECTIVES for s in resharded.pairs[node.name].forward)
         root = node.uses[0]
-        while root in graph.producers and graph.producers[root].op in MOVES:
+        while root in graph.producers and graph.producers[root].op in VIEWS.union(MOVES):
             root = graph.producers[root].uses[0]
         if talks and not node.kwarg("again") and root in wanted:
             yield node.name, wanted[root]

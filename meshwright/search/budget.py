@@ -230,8 +230,6 @@ class TechniquesBudget:
     neighbour_simulations: int = 3
     # Of a step: a neighbour whose estimate is further above what would be taken is not simulated.
     doubt: float = 0.01
-    # Of a step: a neighbour that gains less is no quicker.
-    no_quicker: float = 1e-4
     # Of a step: what differs less is as quick, and the plainer is taken.
     as_quick: float = 1e-3
     # Micro-batches at most, whatever the batch.

@@ -8,13 +8,14 @@ less than an even share of its FLOPs and of its bytes, and starts its kernels on
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import numpy as np
 
 from meshwright.core.graph import DTYPES, Graph, TensorType
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.machine import seconds, update_seconds
+from meshwright.cost.machine import launch_seconds, launches_of, seconds, update_seconds
 from meshwright.cost.operator_tables import PRODUCTS
 from meshwright.cost.operators import Work, work
 from meshwright.ops.factors import Factors
@@ -60,6 +61,24 @@ class Least:
     def each(self, pieces: int) -> np.ndarray:
         """Seconds of one operator of each kind, of one of so many pieces: float64[operators]."""
         return self.computing(pieces).sum(axis=1) / [times for times, _, _ in self._works.values()]
+
+    @functools.cached_property
+    def starts(self) -> dict[str, tuple[float, float]]:
+        """Seconds in which the kernels of one operator of each kind are started, forward and backward."""
+        device = self.cluster.device
+        each = launch_seconds(device, self.cluster.measured)
+        counts = {name: launches_of(done, device) for name, (_, _, done) in self._works.items()}
+        return {name: (each * float(ahead), each * float(back)) for name, (ahead, back) in counts.items()}
+
+    @functools.cached_property
+    def starting(self) -> float:
+        """Seconds in which all kernels are started: what one more micro-batch costs, at least."""
+        return sum(times * sum(self.starts[name]) for name, (times, _, _) in self._works.items())
+
+    def starting_again(self, nodes: Iterable[str]) -> float:
+        """Seconds in which the forward kernels of some nodes are started."""
+        there = ((name, self.starts.get(self.ties.first(name))) for name in nodes)
+        return sum(self.ties.times(name) * starts[0] for name, starts in there if starts)
 
     def busiest(self, pieces: int, ranks: int) -> float:
         """Return the least seconds of the busiest of `ranks` that follow one another: an operator is on one of them."""

@@ -375,11 +375,13 @@ def _turns(planner: Planner, best: SearchResult) -> SearchResult:
     if asked.micro_batches not in pieces.values or pieces.why:
         return best
     try:
-        under = planner.under(replace(asked, interleave=2))
-        found = under.settled(under.found(best.space, best.states, {}))
+        under, most = planner.under(replace(asked, interleave=2)), (1 - TECHNIQUES.worth) * step_of(best)
+        found = under.found(best.space, best.states, {})
+        if fits_in_both(planner, found) and step_of(found) < most:
+            found = under.settled(found)
     except PlanError:
         return best
-    if not fits_in_both(planner, found) or step_of(found) >= (1 - TECHNIQUES.worth) * step_of(best):
+    if not fits_in_both(planner, found) or step_of(found) >= most:
         return best
     # What one copy waits for another computes beside: of a chain only what is computed is left.
     bound = planner.least.in_one(2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +40,22 @@ class Candidate:
     adds: float
     examples: int
     layer_bytes: float
+
+    def computing(self, nodes: Iterable[str], phase: Literal["forward", "backward"]) -> float:
+        """Seconds of computing some operators of the space's graph, with those that they stand for."""
+        return sum(self.space.ties.times(name) * self._each(name, phase) for name in nodes)
+
+    @functools.cached_property
+    def late_backward(self) -> float:
+        """Seconds of backward of all layers but the last."""
+        layers = layers_of(self.space.graph)
+        full = self.computing((n.name for layer in layers for n in layer.nodes), "backward")
+        return full - sum(self._each(n.name, "backward") for layer in layers[-1:] for n in layer.nodes)
+
+    def _each(self, name: str, phase: Literal["forward", "backward"]) -> float:
+        first = self.space.ties.first(name)
+        seconds = getattr(self.space.nodes[first], phase)
+        return float(seconds[self.states[self.space.variable["node", first]]])
 
 
 def candidate_of(

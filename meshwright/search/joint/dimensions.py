@@ -111,10 +111,11 @@ def points(over: tuple[Dimension, ...], base: Techniques) -> Iterator[Point]:
 
 
 def with_values(base: Techniques, values: Mapping[str, Any]) -> Techniques:
-    """The techniques with other values. One micro-batch accumulates nothing, so nothing in shards unless a user said
-    so."""
+    """The techniques with other values. One micro-batch accumulates nothing, and gradients of parameters on the host
+    are accumulated in shards anyway: there nothing is asked to be, unless a user did."""
     made = replace(base, **values)
-    if made.pieces > 1 or "gradient_accumulation_shard" in base.given:
+    asked = made.pieces > 1 and PARAMETERS not in made.offload
+    if asked or "gradient_accumulation_shard" in base.given:
         return made
     return replace(made, gradient_accumulation_shard=False)
 

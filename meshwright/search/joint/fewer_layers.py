@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshwright.core.techniques import ranges
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, TECHNIQUES
-from meshwright.search.memory_limit import fits_in_both
+from meshwright.search.memory_limit import fits_in_both, step_of
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.techniques.layers import layers_of
 
@@ -28,9 +28,10 @@ def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
     none = plain.found(best.space, best.states, {})
     if none.evaluation is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
         return best
-    if none.claims["step_seconds"] >= best.claims["step_seconds"]:
-        return best  # as where its activations go to the host instead: fewer layers would be no quicker
     count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
+    quicker = (step_of(best) - step_of(none)) * (len(names) - count) / len(names)
+    if quicker < TECHNIQUES.worth * step_of(best):
+        return best  # nothing where its activations go to the host instead
     for taken in range(count, min(count + TECHNIQUES.layer_tries, len(names))):
         asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
         try:
@@ -39,5 +40,5 @@ def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
         except PlanError:
             return best
         if fits_in_both(planner, found):
-            return found if found.claims["step_seconds"] < best.claims["step_seconds"] else best
+            return found if step_of(found) < step_of(best) else best
     return best

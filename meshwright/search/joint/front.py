@@ -27,11 +27,10 @@ from meshwright.search.solve import Memory, Problem, Solution
 from meshwright.search.space.build import Space
 from meshwright.search.space.memory import fixed_bytes
 from meshwright.search.space.micro_batches import ChosenBytes
-from meshwright.search.techniques.layers import SHARING
+from meshwright.search.techniques.recompute import computed_again
 
 PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")  # whose weights' halves may wait
 EXACTLY = 1 + 1e-3  # of what the sums say of the update: a peak that is no higher is there
-SECOND_FORWARD = 0.2  # of computing: forward is a third, less what lies outside of layers
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,11 @@ class Front:
     full_models: dict[tuple[Candidate, Techniques], Any] = field(default_factory=dict)
     _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
+    _again: dict[tuple[Candidate, str], tuple[float, float]] = field(default_factory=dict)
     _updates: dict[tuple[Candidate, tuple[str, ...]], float] = field(default_factory=dict)
     solved: MutableMapping[Problem, Solution] = field(default_factory=WeakKeyDictionary)
     _chosen: dict[tuple[Candidate, Techniques], ChosenBytes] = field(default_factory=dict)
     _known: MutableMapping[Space, dict[Techniques, Memory]] = field(default_factory=WeakKeyDictionary)
-
-    @functools.cached_property
-    def launching(self) -> float:
-        """Seconds that a micro-batch more costs at least."""
-        return launching(self.planner)
 
     @property
     def spent(self) -> bool:
@@ -212,13 +207,42 @@ class Front:
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return a lower bound of the candidate's step under techniques, without interleaving."""
-        adds = 0.0 if techniques.gradient_accumulation_shard else candidate.adds
-        seconds = candidate.floor + (techniques.micro_batches - 1) * (self.launching + adds)
-        if techniques.recompute == "full":
-            seconds += SECOND_FORWARD * candidate.compute
-        seconds += self._updated_later(candidate, techniques)
+        seconds = candidate.floor + self._repeated(candidate, techniques)
+        seconds += self._computed_again(candidate, techniques)
+        seconds += self._waits_for_host(candidate, techniques)
         sent = techniques.micro_batches * candidate.gathers
-        return max(seconds, sent, self._link_seconds(candidate, techniques))
+        before_update = max(seconds, sent, self._link_seconds(candidate, techniques))
+        return before_update + self._updated_later(candidate, techniques)
+
+    def _repeated(self, candidate: Candidate, techniques: Techniques) -> float:
+        """Seconds that several micro-batches take longer than one: kernels are started, and gradients added up."""
+        sharded = techniques.gradient_accumulation_shard or PARAMETERS in techniques.offload
+        each = self.planner.least.starting + (0.0 if sharded else candidate.adds)
+        return (techniques.micro_batches - 1) * each
+
+    def _computed_again(self, candidate: Candidate, techniques: Techniques) -> float:
+        """Seconds of what backward computes again under a policy for all layers."""
+        policy = techniques.recompute
+        if policy not in ("full", "selective"):
+            return 0.0
+        key = (candidate, policy)
+        if key not in self._again:
+            again = computed_again(candidate.space.graph, policy)
+            self._again[key] = candidate.computing(again, "forward"), self.planner.least.starting_again(again)
+        seconds, starting = self._again[key]
+        return seconds + (techniques.micro_batches - 1) * starting
+
+    def _waits_for_host(self, candidate: Candidate, techniques: Techniques) -> float:
+        """Seconds that computing waits for the host's link, at least: what goes to the host in forward, or comes from
+        it, does so before backward of the last layer but one begins, and what comes for backward after that."""
+        one_way = self._link_seconds(candidate, techniques) / 2
+        if not one_way:
+            return 0.0
+        after = candidate.late_backward + self._computed_again(candidate, techniques)
+        before = candidate.compute - candidate.late_backward
+        # These may all be on either side.
+        others = candidate.floor - candidate.compute + self._repeated(candidate, techniques)
+        return max(0.0, one_way - before - others) + max(0.0, one_way - after - others)
 
     def _updated_later(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds that the update takes longer where the host has moments or weights."""
@@ -246,10 +270,10 @@ class Front:
         return self._updates[key]
 
     def _link_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
-        """Seconds in which the host's link is busy: activations go there and back, parameters come for each
-        micro-batch."""
+        """Seconds in which the host's link is busy: activations go there and back, parameters come for forward and for
+        backward of each micro-batch."""
         found = 0.0
-        for word, ways in ((ACTIVATIONS, 2), (PARAMETERS, techniques.micro_batches)):
+        for word, ways in ((ACTIVATIONS, 2), (PARAMETERS, 2 * techniques.micro_batches)):
             if word in techniques.offload:
                 found += ways * self._saved(candidate, replace(techniques, micro_batches=1), word)
         return self._over_link(found)
@@ -353,13 +377,4 @@ def _least_of_enough(seen: Mapping[Techniques, list[float]], techniques: Techniq
     return min(each) if len(each) >= TECHNIQUES.late_samples else None
 
 
-def launching(planner: Planner) -> float:
-    """Seconds that a micro-batch more costs at least: each operator that computes is started once more, forward and
-    backward."""
-    graph, times = planner.context.graph, planner.ties.times
-    started = sum(times(n.name) * (1 + any(n.needs_grad)) for n in graph.nodes if n.op not in SHARING)
-    cluster = planner.request.cluster
-    return started * launch_seconds(cluster.device, cluster.measured)
-
-
-__all__ = ["Front", "launching"]
+__all__ = ["Front"]

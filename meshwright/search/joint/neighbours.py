@@ -67,12 +67,10 @@ def quicker(
 
 def _enough(dimension: Dimension | None, techniques: Techniques, best: Techniques, step: float) -> float:
     """Seconds of a step below which a choice under techniques, which differ from the best's in a dimension at most,
-    takes its place: one that is plainer need not be quicker than its `step`, one that is richer must be by more."""
+    takes its place: one that is plainer need not be quicker than its `step`, any other must be."""
     if dimension is not None and _is_plainer(dimension, techniques, best):
         return (1 + TECHNIQUES.as_quick) * step
-    if dimension is not None and _is_plainer(dimension, best, techniques):
-        return (1 - TECHNIQUES.as_quick) * step
-    return (1 - TECHNIQUES.no_quicker) * step
+    return (1 - TECHNIQUES.as_quick) * step
 
 
 def _is_plainer(dimension: Dimension, one: Techniques, other: Techniques) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshwright.search.budget import STAGES
-from meshwright.search.joint.front import launching
 from meshwright.search.planner import Planner
 from meshwright.search.solve import skipping_unproven, solve
 from meshwright.search.space.families import in_pieces, runs
@@ -15,7 +14,7 @@ def chain_seconds(planner: Planner, micro_batches: int) -> float:
     runs that leave an example of each micro-batch to a rank. The update is not in it."""
     family = in_pieces(runs(len(planner.context.mesh.axes), 2), planner.context.factors, micro_batches)
     problem = step_problem(planner.space(family, planner.storage(allowed=False)), update=False)
-    launched = (micro_batches - 1) * launching(planner)
+    launched = (micro_batches - 1) * planner.least.starting
     with skipping_unproven():
         found = solve(problem, limit_work=STAGES.bound_work, ended=planner.request.stop.now)
         return found.bound + launched

@@ -33,7 +33,7 @@ from meshwright.search.space.demands import Charge, Demands, Each, Holding
 from meshwright.search.space.parameters import ParameterStates
 from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept, keeps
 from meshwright.search.techniques.elsewhere import HERE, Elsewhere
-from meshwright.search.techniques.layers import Layer, layers_of
+from meshwright.search.techniques.layers import Layer, layers_of, root_of
 
 INSTANTS = ("the loss", "the update", "the head's backward", "a layer that is computed again")
 
@@ -173,16 +173,17 @@ def _charges(
             continue
         first, times, past = ties.first(node.name), ties.times(node.name), float(node.name not in end.late)
         here = node.name in end.in_layer
-        for port, name, share in keepers.get(node.name, ()):
+        for port, name, share, own in keepers.get(node.name, ()):
             value = values[ties.first(name)]
             if name in again:
                 if here:  # of all layers one is there at a time
                     yield Charge(first, port, ties.first(name), end.each(layer=share * value.itemsize))
                 continue
             maker = graph.producers[name].name
-            sliced = elsewhere.sliced and graph.types[name].is_float
+            sliced = elsewhere.sliced and not own and graph.types[name].is_float
             most = whole_elements(value) / ranks if sliced else math.inf
-            each = share * min(times, elsewhere.stay.get(maker, times)) * value.itemsize
+            stay = times if own else min(times, elsewhere.stay.get(maker, times))
+            each = share * stay * value.itemsize
             yield Charge(first, port, ties.first(name), end.each(each, past * each, past * each), most)
         for number, name in enumerate(node.values) if here else ():
             if end.layer is not None and name in end.layer.ends and name in graph.needs_grad:
@@ -201,7 +202,7 @@ def _charges(
             amounts = end.each(layer=each) if remade else end.each(every, past * every, past * every)
             yield Charge(first, 0, read, amounts, share=share)
         each = float(values[read].itemsize)
-        kept_too = any(port == 0 and name not in again for port, name, _ in keepers.get(node.name, ()))
+        kept_too = any(port == 0 and name not in again for port, name, *_ in keepers.get(node.name, ()))
         if node.name == end.loss and not kept_too:
             yield Charge(first, 0, read, end.each(loss=each))
         if node.name == end.head and wanted[0]:
@@ -236,12 +237,13 @@ def _holding(
 
 
 def _gathers(graph: Graph, wiring: Wiring, hosted: Collection[str], end: _End) -> Iterator[tuple[Edge, Each]]:
-    """Weights that a reader gathers for itself and autograd keeps, where they are not as it reads them: bytes of an
-    element at each instant."""
+    """Weights, or views of them, that a reader gathers for itself and autograd keeps, where they are not as it reads
+    them: bytes of an element at each instant."""
     nodes = {node.name: node for node in graph.nodes}
+    weights = {i.name for i in graph.input_of("parameter")} - set(hosted)
     for edge, times in wiring.edges.items():
-        source, _, target, port, name = edge
-        if source[0] != "parameter" or name not in graph.needs_grad or name in hosted:
+        _, _, target, port, name = edge
+        if target[0] != "node" or name not in graph.needs_grad or root_of(graph, name) not in weights:
             continue
         node = nodes[target[1]]
         if keeps(graph, node, port):
@@ -255,9 +257,9 @@ def _gathered(space: Space, layered: bool) -> dict[tuple[int, int], np.ndarray]:
     """Return the bytes that readers gather for themselves: float64[instants, states, states] for each pair."""
     found: dict[tuple[int, int], np.ndarray] = {}
     rows = _gathers(space.graph, space.wiring, space.hosted, _end(space.graph, layered))
-    for (source, _, target, port, name), each in rows:
+    for (source, out, target, port, name), each in rows:
         value = space.values[name]
-        have, want = space.port(source, -1, gives=True), space.port(target, port, gives=False)
+        have, want = space.port(source, out, gives=True), space.port(target, port, gives=False)
         held, wanted = (space.table.local_elements(value, p.forward) for p in (have, want))
         more = gathered_elements(held, wanted)
         if not more.any():
@@ -327,8 +329,9 @@ def whole_elements(value: Value) -> float:
     return float(math.prod(sum(map(math.prod, item)) for item in value.sizes))
 
 
-def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float]]]:
-    """Node → (port, value, share) of what autograd keeps. Those that keep one tensor, or views of it, share it equally.
+def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
+    """Node → (port, value, share, own) of what autograd keeps. Those that keep one tensor, or views of it, share it
+    equally. `own`: the operator that makes it keeps it, so that it stays on the device in full.
 
     Where all of them have it in one layout that is its size. Where not there are several tensors, and the mean of their
     sizes is less than any way to hold them all; but no more than a share is saved by the one that takes a smaller part.
@@ -348,8 +351,9 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float]]]:
         for port, name in own:
             if (base := root.get(name, name)) not in inputs:
                 kept[base].append((node.name, port, name))
-    shares: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
-    for keepers in kept.values():
+    shares: dict[str, list[tuple[int, str, float, bool]]] = defaultdict(list)
+    for base, keepers in kept.items():
+        own = any(node == graph.producers[base].name for node, _, _ in keepers)
         for node, port, name in keepers:
-            shares[node].append((port, name, 1 / len(keepers)))
+            shares[node].append((port, name, 1 / len(keepers), own))
     return shares

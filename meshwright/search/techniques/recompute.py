@@ -20,6 +20,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.operator_tables import CONVOLUTIONS, PRODUCTS
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.saved import has_line, saved
+from meshwright.partition.backward_demand import demand_of
+from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
 from meshwright.predict.per_operator import weighed
 from meshwright.search.techniques.budget import solve
@@ -95,6 +97,14 @@ def again_of(graph: Graph, policy: str | float | tuple[tuple[str, str], ...]) ->
         return frozenset()
     layers = layers_of(graph)
     return frozenset(selective(graph, layers) if policy == "selective" else full(layers))
+
+
+@cached_on_first
+def computed_again(graph: Graph, policy: str) -> frozenset[str]:
+    """Return the operators that backward computes again under ``"full"`` or ``"selective"`` for all layers."""
+    values = again_of(graph, policy)
+    again = {n.name for n in graph.nodes if not values.isdisjoint(n.values)}
+    return frozenset(demand_of(Resharded(graph, {}, {}, {}), again).again)
 
 
 def full(layers: Iterable[Layer]) -> set[str]:

@@ -29,6 +29,7 @@ from meshwright.search.stop import never
 from tests.breadth import first
 from tests.search.joint.test_stages import cluster, planner
 
+HOSTED = ("optimizer", "activations", "parameters")
 ASKED = ({}, {"recompute": "full"}, {"offload": ("activations",)}, {"recompute": "full", "micro_batches": 2})
 
 
@@ -137,6 +138,34 @@ def test_what_the_update_takes_with_the_host_is_known_before_a_simulation(words:
         before, after = (made.evaluated(candidate, asked).evaluation for asked in (plain, hosted))
         assert before is not None and after is not None
         assert expected > 0 and after.step_seconds - before.step_seconds == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("slower", [1, 4000], ids=["quick host link", "slow host link"])
+@pytest.mark.parametrize("recompute", ["", "selective", "full"])
+def test_no_step_is_shorter_than_its_bound(recompute: str, slower: float) -> None:
+    """Recompute, the starts of kernels for each micro-batch and waits for the host are in the bound."""
+    machine = replace(cluster(), host_bytes_per_s=cluster().host_bytes_per_s / slower)
+    made_for = planner("wide gpt", 1e9, machine)
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    for candidate in made.candidates[:4]:
+        for pieces, shard, words in itertools.product((1, 4), (False, True), ((), ("activations",), HOSTED)):
+            if pieces > candidate.examples or (shard and pieces == 1):
+                continue
+            asked = replace(
+                made_for.techniques,
+                recompute=recompute,
+                micro_batches=pieces,
+                gradient_accumulation_shard=shard,
+                offload=words,
+            )
+            found = made.evaluated(candidate, asked).evaluation
+            assert found is not None
+            assert made.least_seconds(candidate, asked) <= (1 + 1e-9) * found.step_seconds, asked
+            waits = made._waits_for_host(candidate, asked)
+            assert waits == 0 if slower == 1 or not words else waits > 0 or recompute
+            if not words:  # what is not in the bound is little but for communication
+                busy = found.step_seconds - found.exposed_seconds
+                assert made.least_seconds(candidate, asked) == pytest.approx(busy, rel=0.1), asked
 
 
 def test_the_sums_of_an_update_are_those_of_its_simulation() -> None:
