@@ -42,8 +42,9 @@ class Evaluation:
     """The simulation of a choice: seconds of the step; the most bytes on a rank, and at which instant; the most bytes
     in the host memory of a rank; the seconds of exposed communication. `at`: bytes that exist once and bytes in all
     layers, at each instant that may be the peak of a rank with some share of the layers; `at_layers`: the same for the
-    instants that every share has. None if layers cannot be distinguished. `in_full`: the full program was simulated.
-    `timed`: the step was simulated; otherwise only bytes are known, and the seconds are inf and 0."""
+    instants that every share has. None if layers cannot be distinguished. `in_full`: the bytes are those of the full
+    program, and with `timed_in_full` the seconds, too. `timed`: the step was simulated; otherwise only bytes are known,
+    and the seconds are inf and 0."""
 
     step_seconds: float
     peak_bytes: float
@@ -54,6 +55,7 @@ class Evaluation:
     at_layers: tuple[Line, ...] = ()
     in_full: bool = False
     timed: bool = True
+    timed_in_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Evaluator:
             line.exposed_seconds if line else 0.0,
             in_full=True,
             timed=timed,
+            timed_in_full=timed,
         )
 
     def __call__(self, choice: Choice, *, timed: bool = True, most: float = math.inf) -> Evaluation:

@@ -248,11 +248,19 @@ def fits_in_both(planner: Planner, found: SearchResult) -> bool:
 
 
 def sure(planner: Planner, found: SearchResult) -> SearchResult:
-    """A choice that fits, evaluated in full where its peak is near the limit; any other as it is."""
+    """A choice that fits, with the bytes of the full program where its peak is near the limit; any other as it is."""
+    known = found.evaluation
+    assert known is not None
     far = planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0)
     if far or not fits_in_both(planner, found):
         return found
-    return planner.under(found.techniques).settled(found)
+    full = planner.under(found.techniques).settled(found, timed=False)
+    if full.evaluation is None or full.evaluation.timed:
+        return full
+    # Its seconds are near enough: layers differ in bytes more than in time.
+    step, exposed = known.step_seconds, known.exposed_seconds
+    evaluation = replace(full.evaluation, step_seconds=step, exposed_seconds=exposed, timed=known.timed)
+    return replace(full, claims={**full.claims, "step_seconds": step}, evaluation=evaluation)
 
 
 def nearer(planner: Planner, one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:

@@ -127,7 +127,7 @@ def _offered(offered: tuple[Planner, SearchResult], mode: str, pins: Pins) -> Pl
     plan = replace(
         plan_found(planner, found), mode=mode, **_pins_and_hosts(planner.folds, pins, planner.hosts)
     )
-    if planner.folds.is_whole or (found.evaluation is not None and found.evaluation.in_full):
+    if planner.folds.is_whole or (found.evaluation is not None and found.evaluation.timed_in_full):
         return plan
     return plan.with_notes("seconds and bytes are estimated from a few layers")
 

@@ -224,3 +224,12 @@ def test_a_weight_that_is_gathered_for_a_view_is_kept_for_who_reads_the_view() -
     gathered = memory_of(space, 2).pairs
     ends = space.variable["node", "permute"], space.variable["parameter", "weight"]
     assert {float(block.max()) for block in gathered[ends]} == {0.0, space.graph.types["weight"].size_bytes}
+
+
+def test_a_view_of_a_weight_that_is_gathered_is_kept_for_its_reader() -> None:
+    planner = planner_of("transposed", "2x2", "gpu")
+    space = planner.space(named([[0], [1]]))
+    (reader,) = (node.name for node, _ in space.graph.consumers["permute"])
+    ends = sorted(space.variable["node", name] for name in ("permute", reader))
+    gathered = memory_of(space, 2).pairs[ends[0], ends[1]]
+    assert float(gathered.max()) == space.graph.types["weight"].size_bytes

@@ -7,7 +7,7 @@ would make the numbers inexact is not among the values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,8 @@ def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ..
     """List the techniques that are left to choose. `offload`: whether optimizer states may go to the host."""
     graph, asked = planner.context.graph, planner.techniques
     found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
+    if _accumulates_shards(planner, found):
+        found.append(Dimension("gradient_accumulation_shard", (False, True)))
     if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
         found.append(Dimension("offload", ((), (OPTIMIZER,))))
     return tuple(d for d in found if d.name not in asked.given)
@@ -65,8 +67,6 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
     found = [d for d in over if d.name != "offload"]
     if "slice_activation" not in asked.given and planner.context.mesh.size > 1:
         found.append(Dimension("slice_activation", (False, True)))
-    if "gradient_accumulation_shard" not in asked.given and _accumulates_shards(planner, over):
-        found.append(Dimension("gradient_accumulation_shard", (False, True)))
     if "offload" not in asked.given and cluster.host_bytes_per_s:
         words = [OPTIMIZER] if offload and planner.request.optimizer_states else []
         words += [ACTIVATIONS] if offload else []
@@ -79,7 +79,7 @@ def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True
     return tuple(found)
 
 
-def _accumulates_shards(planner: Planner, over: tuple[Dimension, ...]) -> bool:
+def _accumulates_shards(planner: Planner, over: Sequence[Dimension]) -> bool:
     """True if gradients may be accumulated, and in shards: ZeRO-1 and one micro-batch keep them as they are."""
     several = planner.techniques.micro_batches > 1 or any(
         d.name == "micro_batches" and len(d.values) > 1 for d in over

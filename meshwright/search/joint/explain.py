@@ -43,9 +43,10 @@ def _line(
     if near is not None:
         more = near.seconds - best.claims["step_seconds"]
         alike = abs(more) <= TECHNIQUES.as_quick * best.claims["step_seconds"]
-        cost = "as quick" if alike else f"at {1e3 * more:+.3g} ms"
-        if near.found is None:
-            cost = "about as quick" if alike else f"at about {1e3 * more:+.3g} ms"
+        about = "about " if near.found is None else ""
+        cost = f"{about}as quick" if alike else f"at {about}{later(more)}"
+        if about and more < 0 and not alike:
+            cost = "was not simulated"  # its estimate is a lower bound
         said.append(f"next best {shown(value_of(dimension, near.techniques))} {cost}")
     elif len(dimension.values) > 1:
         said.append("nothing else was found that fits")
@@ -65,6 +66,11 @@ def _plainer(made: Front, dimension: Dimension, best: SearchResult) -> str:
     return f"{shown(value)} does not fit ({show_bytes(least)})" if least > limit else ""
 
 
+def later(seconds: float) -> str:
+    """``+12.3 ms``, ``+2.65 s``, ``-0.1 ms``."""
+    return f"{seconds:+.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:+.3g} ms"
+
+
 def chosen(name: str, value: Any) -> str:
     """``recompute='full'``, ``no recompute``."""
     return f"no {name}" if value in ("", ()) else f"{name}={shown(value)}"
@@ -77,4 +83,4 @@ def shown(value: Any) -> str:
     return repr(value) if value != "" and value != () else "none"
 
 
-__all__ = ["chosen", "shown", "technique_lines"]
+__all__ = ["chosen", "later", "shown", "technique_lines"]

@@ -106,6 +106,7 @@ def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, flo
                 techniques.pieces <= candidate.examples
                 and made.peak_bytes(candidate, techniques) <= room
                 and not made.overfills_host(candidate, techniques)
+                and made.saves(candidate, techniques)
             ):
                 row = (made.likely_seconds(candidate, techniques), place, number)
                 (own if same else rows).append(row)

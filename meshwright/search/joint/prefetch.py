@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.errors import PlanError
 from meshwright.search.budget import TECHNIQUES
-from meshwright.search.memory_limit import fits_in_both, step_of
+from meshwright.search.memory_limit import fits_in_both, step_of, sure
 from meshwright.search.planner import Planner, SearchResult
 
 
@@ -30,8 +30,10 @@ def further_ahead(planner: Planner, found: SearchResult, enough: float = math.in
             longer = under.found(found.space, found.states, {"chosen": found.claims.get("chosen", "")})
         except PlanError:
             return found
-        if found.evaluation.in_full:
+        if found.evaluation.timed_in_full:
             longer = under.settled(longer)
+        elif found.evaluation.in_full:
+            longer = sure(planner, longer)
         if not fits_in_both(planner, longer) or step_of(longer) >= (1 - TECHNIQUES.worth) * step_of(found):
             return found
         kept = {k: v for k, v in found.claims.items() if k not in longer.claims}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.search.joint.explain import chosen, shown
+from meshwright.search.joint.explain import chosen, later, shown
 from meshwright.search.pipeline.stages import Staged
 
 SPARING = ("slice_activation", "offload")  # looked at where nothing else fits
@@ -39,8 +39,7 @@ def explain_stages(best: Staged, found: Sequence[Staged], given: frozenset[str] 
         said = f"auto chose {chosen(name, mine)}"
         if others:
             other = min(others, key=lambda one: one.seconds)
-            more = 1e3 * (other.seconds - best.seconds)
-            said += f"; next best {shown(value_of(other))} at about {more:+.3g} ms"
+            said += f"; next best {shown(value_of(other))} at about {later(other.seconds - best.seconds)}"
         else:
             said += f"; {nothing}"
         lines.append(said)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from meshwright.core.graph import Graph, Node
+from meshwright.core.layout import TensorLayout
 from meshwright.core.placement import offloaded_parameters
 from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques, matches
 from meshwright.cost.strides import copying_views
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.saved import saved
-from meshwright.ops.strategy import layouts
+from meshwright.ops.strategy import Ports, layouts
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
 from meshwright.search.techniques.elsewhere import HERE, Elsewhere
@@ -107,11 +108,29 @@ def kept_values(graph: Graph, plan: Plan) -> list[str]:
 
 
 def _is_repeated(node: Node, value: str, graph: Graph, plan: Plan) -> bool:
-    """True if ranks replicate a value that they could keep in slices."""
-    found = layouts(factors_of(graph).sites[node.name], plan.strategies[node.name])
-    layout = found.outputs[node.values.index(value)]
-    whole = graph.types[value].is_float and not layout.partial
-    return whole and bool(repeated_axes(layout, plan.mesh))
+    """True if ranks replicate a value that they could keep in slices, or what a reader gathers of it."""
+    if not graph.types[value].is_float:
+        return False
+    layout = _ports(node, graph, plan).outputs[node.values.index(value)]
+    return _repeats(layout, plan) or _is_gathered(value, graph, plan)
+
+
+def _is_gathered(value: str, graph: Graph, plan: Plan) -> bool:
+    """True if a reader of a value, or of a view of it, reads it replicated."""
+    for reader, port in graph.consumers[value]:
+        if _repeats(_ports(reader, graph, plan).inputs[port], plan):
+            return True
+        if reader.op in SHARING and any(_is_gathered(v, graph, plan) for v in reader.values):
+            return True
+    return False
+
+
+def _repeats(layout: TensorLayout, plan: Plan) -> bool:
+    return not layout.partial and bool(repeated_axes(layout, plan.mesh))
+
+
+def _ports(node: Node, graph: Graph, plan: Plan) -> Ports:
+    return layouts(factors_of(graph).sites[node.name], plan.strategies[node.name])
 
 
 def _offloaded(graph: Graph, words: Iterable[str], keepers: Collection[str]) -> set[str]:

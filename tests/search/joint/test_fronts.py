@@ -168,6 +168,18 @@ def test_no_step_is_shorter_than_its_bound(recompute: str, slower: float) -> Non
                 assert made.least_seconds(candidate, asked) == pytest.approx(busy, rel=0.1), asked
 
 
+@pytest.mark.parametrize("model", ["wide gpt", "wide gpt-oss"])
+def test_no_more_leaves_the_device_by_the_sums_than_in_the_program(model: str) -> None:
+    """What an operator keeps itself, as a softmax does, stays: a link that seems busy hides plans that are quick."""
+    made_for = planner(model, 1e9, cluster())
+    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    asked = replace(made_for.techniques, offload=("activations",))
+    for candidate in made.candidates[:3]:
+        found = made_for.under(asked).found(candidate.space, candidate.states, {}, timed=False)
+        assert found.evaluation is not None
+        assert 0 < made._kept_on_host(candidate, asked) <= found.evaluation.host_bytes
+
+
 def test_the_sums_of_an_update_are_those_of_its_simulation() -> None:
     """An optimizer that updates all parameters at once copies them."""
     made_for = planner("wide gpt", 1e9, cluster())
