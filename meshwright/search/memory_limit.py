@@ -249,13 +249,11 @@ def fits_in_both(planner: Planner, found: SearchResult) -> bool:
 
 def sure(planner: Planner, found: SearchResult) -> SearchResult:
     """A choice that fits, with the bytes of the full program where its peak is near the limit; any other as it is."""
-    known = found.evaluation
-    assert known is not None
     far = planner.peak_bytes(found) <= TECHNIQUES.sure_share * (planner.request.memory_bytes or 0.0)
     if far or not fits_in_both(planner, found):
         return found
-    full = planner.under(found.techniques).settled(found, timed=False)
-    if full.evaluation is None or full.evaluation.timed:
+    full, known = planner.under(found.techniques).settled(found, timed=False), found.evaluation
+    if known is None or full.evaluation is None or full.evaluation.timed:
         return full
     # Its seconds are near enough: layers differ in bytes more than in time.
     step, exposed = known.step_seconds, known.exposed_seconds

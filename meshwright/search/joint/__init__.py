@@ -26,7 +26,6 @@ from meshwright.search.joint.dimensions import (
     distinct,
     micro_batches_of,
     points,
-    wider,
 )
 from meshwright.search.joint.explain import technique_lines
 from meshwright.search.joint.fewer_layers import fewer_layers
@@ -57,14 +56,15 @@ def joint(
             return auto(planner, math.inf)
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
-    search = _Joint(planner, dimensions(planner, offload=offload), offload)
+    search = _Joint(planner, dimensions(planner, offload=offload))
     known = _first(planner, search.over)
     planner.tell("the least memory")
     nearest: SearchResult | None = None
+    tried = False
     if least_bytes(planner, search.space) <= limit:
         if known is not None:
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
-            known = _searched(planner, search.made, search.over, known)
+            known, tried = _searched(planner, search.made, search.over, known), True
             if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
                 return _unopened(search, _bounded(planner, search.space, known))
         try:
@@ -77,17 +77,15 @@ def joint(
     if known is None and planner.request.stop.now():
         # An answer is known elsewhere.
         raise DoesNotFit("the search was ended before a plan was found", why="", hint="a longer time_limit")
-    return _open(search, known, nearest)
+    return _open(search, known, nearest, tried)
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """What a joint search goes by. `over`: the dimensions that are looked at first; `wide`: those with what is looked
-    at next."""
+    """What a joint search goes by. `over`: the dimensions that are looked at."""
 
     planner: Planner
     over: tuple[Dimension, ...]
-    offload: bool
 
     @functools.cached_property
     def space(self) -> Space:
@@ -99,30 +97,29 @@ class _Joint:
         """The choices that techniques are tried with."""
         return front(self.planner, self.space)
 
-    @functools.cached_property
-    def wide(self) -> tuple[Dimension, ...]:
-        return wider(self.planner, self.over, offload=self.offload)
 
-
-def _open(search: _Joint, known: SearchResult | None, nearest: SearchResult | None) -> SearchResult:
+def _open(
+    search: _Joint, known: SearchResult | None, nearest: SearchResult | None, tried: bool
+) -> SearchResult:
     """The best with the techniques that are open, where they can be of use; ended early, the best so far. `known`: the
-    best so far, with techniques or without; `nearest`: what came nearest to the limit."""
-    planner, space, wide = search.planner, search.space, search.wide
+    best so far, with techniques or without; `nearest`: what came nearest to the limit; `tried`: the techniques were
+    looked at."""
+    planner, space, over = search.planner, search.space, search.over
     if known is not None and planner.request.stop.now():
         return _bounded(planner, space, known)
     decided = known is None or not _is_plain(planner, known) or known.claims.get("memory_decided", False)
-    if not decided or all(len(d.values) == 1 for d in wide):
+    if not decided or all(len(d.values) == 1 for d in over):
         if known is None:  # what is asked may still fit, as it does where it is chosen
-            known = _searched(planner, search.made, search.over, None)
+            known = _searched(planner, search.made, over, None)
             if known is None:
                 raise too_large(planner, nearest)
             return _bounded(planner, space, known)
         return _turns(planner, known)
     if known is not None and _computes_alone(planner, known):
         return _unopened(search, known)
-    if known is None and is_hopeless(planner, space, wide):
-        raise hopeless(planner, wide, nearest)
-    return _best(search, known, nearest)
+    if known is None and is_hopeless(planner, space, over):
+        raise hopeless(planner, over, nearest)
+    return _best(search, known, nearest, tried)
 
 
 def _computes_alone(planner: Planner, found: SearchResult) -> bool:
@@ -133,7 +130,7 @@ def _computes_alone(planner: Planner, found: SearchResult) -> bool:
 def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
     """A choice with the techniques that were not looked at, and why."""
     share = search.planner.least.in_one_stage() / step_of(found)
-    names = ", ".join(d.name for d in search.wide if len(d.values) > 1)
+    names = ", ".join(d.name for d in search.over if len(d.values) > 1)
     line = f"auto did not look at {names}: computing alone takes {share:.1%} of the step, whatever the techniques"
     return replace(found, claims={**found.claims, "choices": (line,)})
 
@@ -143,26 +140,27 @@ def _is_plain(planner: Planner, found: SearchResult) -> bool:
     return replace(found.techniques, prefetch=planner.techniques.prefetch) == planner.techniques
 
 
-def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | None) -> SearchResult:
+def _best(
+    search: _Joint, known: SearchResult | None, nearest: SearchResult | None, tried: bool
+) -> SearchResult:
     """The best with the techniques that it takes."""
-    planner, space, wide, stop = search.planner, search.space, search.wide, search.planner.request.stop
+    planner, space, over, stop = search.planner, search.space, search.over, search.planner.request.stop
     if known is None and planner.request.any_fits:
-        if (last := last_resort(planner, space, wide)) is None:
+        if (last := last_resort(planner, space, over)) is None:
             raise too_large(planner, nearest)
         return last
     made = search.made
-    best = _searched(planner, made, search.over, known)
-    best = _searched(planner, made, wide, best, search.over)
+    best = known if tried else _searched(planner, made, over, known)
     if best is None:
-        best = _sought(planner, made, wide, space)
+        best = _sought(planner, made, over, space)
     if best is not None and stop.now():
         return _bounded(planner, space, best)
     if best is not None:
         best = sure(planner, best)
     if best is None or not fits_in_both(planner, best):
-        best = last_resort(planner, space, wide)
+        best = last_resort(planner, space, over)
     if best is None:
-        raise hopeless(planner, wide, nearest)
+        raise hopeless(planner, over, nearest)
     chosen = best
     if best is not known or not _is_plain(planner, best):
         if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
@@ -175,9 +173,9 @@ def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
         best = chosen = turning
     with_choice(made, best)
     # Around the choice with one policy for all layers: of this a few layers are simulated, of another all.
-    near = neighbours(made, wide, best)
+    near = neighbours(made, over, best)
     for _ in range(TECHNIQUES.moves):  # what is simulated last is not ranked by estimates alone
-        other = quicker(made, wide, near, best)
+        other = quicker(made, over, near, best)
         if other is None or stop.now():
             break
         best = other
@@ -185,9 +183,9 @@ def _best(search: _Joint, known: SearchResult | None, nearest: SearchResult | No
         if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick
             chosen = few
         offer(planner, chosen)
-        near = neighbours(made, wide, best)
+        near = neighbours(made, over, best)
     chosen = _bounded(planner, space, chosen)
-    lines = technique_lines(made, wide, best, near, chosen)
+    lines = technique_lines(made, over, best, near, chosen)
     return replace(chosen, claims={**chosen.claims, "choices": lines})
 
 
@@ -231,24 +229,20 @@ def _searched(
     made: Front,
     over: tuple[Dimension, ...],
     base: SearchResult | None,
-    known: tuple[Dimension, ...] = (),
 ) -> SearchResult | None:
-    """The quickest of what is simulated: candidates and points in the order of what they are expected to take.
-    `known`: dimensions whose points were looked at; of what is beyond them only what saves time and memory is."""
+    """The quickest of what is simulated: candidates and points in the order of what they are expected to take."""
     limit = planner.request.memory_bytes
     assert limit is not None
-    old = {point.techniques for point in points(known, planner.techniques)} if known else set[Techniques]()
     rows = [
         (made.least_seconds(candidate, point.techniques), sum(point.places), number, point)
         for number, candidate in enumerate(made.candidates)
         for point in distinct(over, planner.techniques)
-        if point.techniques.pieces <= candidate.examples and point.techniques not in old
+        if point.techniques.pieces <= candidate.examples
     ]
     rows.sort(key=lambda row: row[:3])
     queue = [(row[0], place) for place, row in enumerate(rows)]
     best, tries, slower = base, 0, 0
     over_limit: list[float] = []  # peaks of those that do not fit
-    share = 1 - TECHNIQUES.worth if known else 1.0
     fitting: list[tuple[int, Point]] = []
     while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
         if _is_far(over_limit, limit) or planner.request.stop.now() or made.spent:
@@ -269,7 +263,7 @@ def _searched(
             continue
         if not made.may_fit(candidate, point.techniques):
             continue
-        if known and not made.saves(candidate, point.techniques):
+        if not made.saves(candidate, point.techniques):
             continue
         if made.overfills_host(candidate, point.techniques):
             continue
@@ -283,7 +277,7 @@ def _searched(
             tries += 1
             fitting.append((number, point))
             slower += best is not None
-            if step_of(found) < share * step:
+            if step_of(found) < step:
                 found = sure(planner, found)
                 if fits_in_both(planner, found):
                     best, slower = found, 0
@@ -298,12 +292,12 @@ def _is_far(over_limit: Sequence[float], limit: float) -> bool:
     return len(over_limit) >= TECHNIQUES.over_limit * (2 if near else 1)
 
 
-def _sought(planner: Planner, made: Front, wide: tuple[Dimension, ...], space: Space) -> SearchResult | None:
+def _sought(planner: Planner, made: Front, over: tuple[Dimension, ...], space: Space) -> SearchResult | None:
     """Search under the quickest techniques whose sums fit, where no candidate does: temporary buffers were not
     considered when these were chosen. On thousands of ranks one search would take longer than all before it."""
     limit = planner.request.memory_bytes or 0.0
     rows: list[tuple[float, int, Techniques]] = []
-    for point in distinct(wide, planner.techniques):
+    for point in distinct(over, planner.techniques):
         asked = point.techniques
         quick = [c for c in made.candidates if asked.pieces <= c.examples]
         quick = [c for c in quick if not made.overfills_host(c, asked)]

@@ -50,33 +50,29 @@ def has_no_less_on_host(words: Collection[str], others: Collection[str]) -> bool
 
 
 def dimensions(planner: Planner, *, offload: bool = True) -> tuple[Dimension, ...]:
-    """List the techniques that are left to choose. `offload`: whether optimizer states may go to the host."""
-    graph, asked = planner.context.graph, planner.techniques
-    found = [_recompute(graph), micro_batches_of(planner, asked.interleave)]
+    """List the techniques that are left to choose. `offload`: whether anything may go to the host."""
+    asked, cluster = planner.techniques, planner.request.cluster
+    found = [*stage_dimensions(planner)]
+    if planner.context.mesh.size > 1:
+        found.append(Dimension("slice_activation", (False, True)))
     if _accumulates_shards(planner, found):
         found.append(Dimension("gradient_accumulation_shard", (False, True)))
-    if offload and planner.request.cluster.host_bytes_per_s and planner.request.optimizer_states:
-        found.append(Dimension("offload", ((), (OPTIMIZER,))))
-    return tuple(d for d in found if d.name not in asked.given)
-
-
-def wider(planner: Planner, over: tuple[Dimension, ...], *, offload: bool = True) -> tuple[Dimension, ...]:
-    """The same with what takes more than it gives unless memory is very tight, or a link idle: slices of activations,
-    accumulated gradients in shards, activations and parameters on the host."""
-    asked, cluster = planner.techniques, planner.request.cluster
-    found = [d for d in over if d.name != "offload"]
-    if "slice_activation" not in asked.given and planner.context.mesh.size > 1:
-        found.append(Dimension("slice_activation", (False, True)))
-    if "offload" not in asked.given and cluster.host_bytes_per_s:
-        words = [OPTIMIZER] if offload and planner.request.optimizer_states else []
-        words += [ACTIVATIONS] if offload else []
-        words += [PARAMETERS] if offload and asked.optimizer_parallel not in (1, 2) else []
+    if offload and cluster.host_bytes_per_s:
+        words = [OPTIMIZER] if planner.request.optimizer_states else []
+        words.append(ACTIVATIONS)
+        words += [PARAMETERS] if asked.optimizer_parallel not in (1, 2) else []
         # Numbers in binary, so that what has more words has a later place.
         subsets = range(1 << len(words))
         found.append(
             Dimension("offload", tuple(tuple(w for k, w in enumerate(words) if n >> k & 1) for n in subsets))
         )
-    return tuple(found)
+    return tuple(d for d in found if d.name not in asked.given)
+
+
+def stage_dimensions(planner: Planner) -> tuple[Dimension, ...]:
+    """List those of the stages of a pipeline: recompute and micro-batches."""
+    found = (_recompute(planner.context.graph), micro_batches_of(planner, planner.techniques.interleave))
+    return tuple(d for d in found if d.name not in planner.techniques.given)
 
 
 def _accumulates_shards(planner: Planner, over: Sequence[Dimension]) -> bool:
@@ -175,6 +171,6 @@ __all__ = [
     "points",
     "powers",
     "sparing",
-    "wider",
+    "stage_dimensions",
     "with_values",
 ]

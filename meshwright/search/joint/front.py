@@ -50,8 +50,8 @@ class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, under techniques, and
     `misses` those of all candidates; `late`: by how much later than it must a step ended, under a
     policy of recompute, the one that was least late; `lates`: the same of each that was simulated under techniques,
-    and `soonest` the least of these in whatever micro-batches; `hosted`: what the host holds beyond sums, of the
-    one with least of it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `full_models`:
+    and `soonest` those in whatever micro-batches; `hosted`: what the host holds beyond sums, of the one with least of
+    it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `full_models`:
     its sums for stages, likewise; `solved`: problems with what was found."""
 
     planner: Planner
@@ -60,7 +60,7 @@ class Front:
     misses: dict[Techniques, list[Missed]] = field(default_factory=dict)
     late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
-    soonest: dict[Techniques, float] = field(default_factory=dict)
+    soonest: dict[Techniques, list[float]] = field(default_factory=dict)
     hosted: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
     full_models: dict[tuple[Candidate, Techniques], Any] = field(default_factory=dict)
@@ -203,7 +203,8 @@ class Front:
 
     def least_late(self, techniques: Techniques) -> float:
         """By how much later than it must a step ended under these techniques, in whatever micro-batches, at least."""
-        return self.soonest.get(replace(techniques, micro_batches=1), 0.0)
+        seen = self.soonest.get(replace(techniques, micro_batches=1), ())
+        return min(seen) if len(seen) >= 2 else 0.0
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return a lower bound of the candidate's step under techniques, without interleaving."""
@@ -363,7 +364,7 @@ class Front:
         self.late[key] = min(late, self.late.get(key, late))
         self.lates.setdefault(techniques, []).append(late)
         at_once = replace(techniques, micro_batches=1)
-        self.soonest[at_once] = min(late, self.soonest.get(at_once, late))
+        self.soonest.setdefault(at_once, []).append(late)
 
 
 def _plain(techniques: Techniques) -> Techniques:

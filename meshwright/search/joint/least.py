@@ -10,7 +10,7 @@ from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.budget import MEMORY, TECHNIQUES
 from meshwright.search.exact_spaces import families_of
-from meshwright.search.joint.dimensions import Dimension, Point, dimensions, points, wider
+from meshwright.search.joint.dimensions import Dimension, Point, dimensions, points
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.pareto import least_bytes
 from meshwright.search.least_memory import any_fits, least_memory, lowest_peak, saved
@@ -115,7 +115,7 @@ def _is_beyond(under: Planner, most: float, *, moved: bool) -> bool:
 def _fits_with_least_memory(planner: Planner) -> bool:
     """True if one of the least-memory choices fits, under the techniques that need the least memory."""
     given = planner.under(planner.request.techniques)
-    for point in _least_memory_first(given, wider(given, dimensions(given))):
+    for point in _least_memory_first(given, dimensions(given)):
         with suppress(PlanError):
             if any_fits(given.under(point.techniques)):
                 return True

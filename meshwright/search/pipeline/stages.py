@@ -23,7 +23,7 @@ from meshwright.cost.operator_tables import PRODUCTS
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
-from meshwright.search.joint.dimensions import dimensions, points, powers, sparing
+from meshwright.search.joint.dimensions import points, powers, sparing, stage_dimensions
 from meshwright.search.joint.front import Front
 from meshwright.search.joint.pareto import stage_front
 from meshwright.search.pipeline.configurations import (
@@ -260,7 +260,7 @@ class _Group:
         """Those with every choice and technique that may be quicker than `enough`."""
         first = self.outers[0][1]
         planner = planner_of(first.inside(cluster))
-        made, over = stage_front(planner), dimensions(planner, offload=False)
+        made, over = stage_front(planner), stage_dimensions(planner)
         schedules = {outer.schedule.name for _, outer in self.outers}
         for number, outer in self.outers:
             bounds: dict[int, float] = {}

@@ -60,6 +60,7 @@ def front_of(**given: Any) -> Any:
     return SimpleNamespace(
         planner=SimpleNamespace(request=request),
         peak_bytes=lambda candidate, asked: 0.0,
+        saves=lambda candidate, asked: True,
         spent=False,
         **given,
     )
@@ -102,6 +103,27 @@ def test_one_micro_batch_keeps_sums_in_shards_only_where_a_user_said_so() -> Non
     assert with_values(chosen, {"micro_batches": 4}).gradient_accumulation_shard
     assert with_values(asked, {"micro_batches": 1}).gradient_accumulation_shard
     assert with_values(Techniques(), shards) == Techniques()  # no neighbour of its own
+
+
+@pytest.mark.parametrize(("words", "kept"), [(("optimizer",), True), (("parameters",), False)])
+def test_gradients_of_parameters_on_the_host_are_sharded_anyway(words: tuple[str, ...], kept: bool) -> None:
+    chosen = Techniques(micro_batches=2, gradient_accumulation_shard=True)
+    assert with_values(chosen, {"offload": words}).gradient_accumulation_shard == kept
+
+
+def test_a_neighbour_that_saves_no_memory_is_left_out() -> None:
+    """As slices where no rank repeats anything."""
+    made = front_of(
+        candidates=[SimpleNamespace(space=None, states=(), examples=4)],
+        overfills_host=lambda candidate, asked: False,
+        likely_seconds=lambda candidate, asked: 1.2,
+        plainer_seconds=lambda candidate, asked: 0.0,
+    )
+    made.saves = lambda candidate, asked: asked.offload == HERE["offload"]
+    best = found(1.0, HERE)
+    best.states = ()
+    near = neighbours(made, OVER, best)
+    assert {"micro_batches", "recompute"} <= set(near) and "offload" not in near
 
 
 def test_what_a_plainer_neighbour_already_takes_is_not_simulated_again() -> None:

@@ -20,7 +20,9 @@ STEPS = {1: 1.0, 2: 0.8, 3: 0.7, 4: 0.6999}  # seconds, by groups of weights tha
 
 def found(techniques: Techniques) -> Any:
     step = STEPS[techniques.prefetch]
-    evaluation = SimpleNamespace(exposed_seconds=step - 0.6, in_full=False, host_bytes=0.0)
+    evaluation = SimpleNamespace(
+        exposed_seconds=step - 0.6, in_full=False, timed_in_full=False, host_bytes=0.0
+    )
     space = SimpleNamespace(least_gathers=lambda states: 0.3)
     return SimpleNamespace(
         techniques=techniques,

@@ -18,7 +18,7 @@ from meshwright.examples import gpt
 from meshwright.ops.analysis import factors_of
 from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
-from meshwright.search.joint.dimensions import dimensions, points, sparing
+from meshwright.search.joint.dimensions import points, sparing, stage_dimensions
 from meshwright.search.joint.pareto import stage_front
 from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.configurations import outers
@@ -68,7 +68,7 @@ def every(model: str, slow: float, among: int) -> list[Staged]:
 
 def techniques_of(inside: Planner) -> list[Techniques]:
     """All that is looked at, whether memory is short or not."""
-    found = [point.techniques for point in points(dimensions(inside, offload=False), inside.techniques)]
+    found = [point.techniques for point in points(stage_dimensions(inside), inside.techniques)]
     for asked in found:
         found += sparing(inside, asked)
     return found
