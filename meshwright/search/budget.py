@@ -228,8 +228,6 @@ class TechniquesBudget:
     recompute_tries: int = 12
     # Simulations for the next best value of one technique.
     neighbour_simulations: int = 3
-    # Of a step: a neighbour whose estimate is further above what would be taken is not simulated.
-    doubt: float = 0.01
     # Of a step: what differs less is as quick, and the plainer is taken.
     as_quick: float = 1e-3
     # Micro-batches at most, whatever the batch.

@@ -119,7 +119,7 @@ def _next(made: Front, best: SearchResult, asked: Sequence[tuple[Techniques, flo
         if quickest is not None and likely >= quickest.seconds:
             continue
         slower = made.plainer_seconds(candidate, techniques) >= enough
-        if made.spent or slower or likely >= (1 + TECHNIQUES.doubt) * enough:
+        if made.spent or slower or likely >= enough:
             if estimated is None or likely < estimated.seconds:
                 estimated = Neighbour(techniques, likely)
             continue
