@@ -220,9 +220,12 @@ class _Known:
                 self.found[key] = None
                 return None
             if found.evaluation is not None:
-                more = found.evaluation.step_seconds - row.whole_seconds
-                each = max(0.0, more) / row.techniques.micro_batches
-                self.more[row.candidate, replace(row.techniques, micro_batches=1)] = each
+                pieces = row.techniques.micro_batches
+                each = max(0.0, found.evaluation.step_seconds - row.whole_seconds) / pieces
+                self.more[key] = each
+                # Uneven micro-batches take longer than even ones, which says nothing of other numbers.
+                if row.candidate.examples % pieces == 0:
+                    self.more[row.candidate, replace(row.techniques, micro_batches=1)] = each
         return self.found[key]
 
     def peak_bytes(self, row: _Row) -> float:
@@ -238,7 +241,7 @@ class _Known:
         """Seconds of a micro-batch that the estimate of a row lacks."""
         asked = replace(row.techniques, micro_batches=1)
         plain = replace(asked, slice_activation=False, offload=())
-        known = (self.more.get((row.candidate, one)) for one in (asked, plain))
+        known = (self.more.get((row.candidate, one)) for one in (row.techniques, asked, plain))
         return next((more for more in known if more is not None), 0.0)
 
 

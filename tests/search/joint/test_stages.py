@@ -92,6 +92,13 @@ def test_no_configuration_is_quicker(model: str, share: float, among: int) -> No
     assert best.seconds <= 1.02 * min(p.seconds for p in free if p.peak_bytes <= memory)
 
 
+def test_uneven_micro_batches_say_nothing_of_even_ones() -> None:
+    """Six examples of a rank in four micro-batches take as long as eight; in two they are even, and quicker."""
+    best = stages(cluster(10.0), functools.partial(planner, "wide gpt", 17e6), LAYERS["wide gpt"])[0]
+    assert best.outer.taken == (2, 1) and best.found.techniques.micro_batches == 2
+    assert best.outer.schedule.name == "zero_bubble_v"
+
+
 def test_what_is_not_quicker_than_what_there_is_is_not_given() -> None:
     machine = cluster()
     made = functools.partial(planner, "wide mlp", 1e9)
