@@ -222,6 +222,8 @@ class TechniquesBudget:
     exposed: float = 0.05
     # Groups of weights that are gathered ahead of their use, at most.
     prefetch: int = 4
+    # Choices whose recompute is tried in fewer layers, as they may be the quickest then.
+    partly: int = 2
     # Layers, from the estimated number on, with which recompute in fewer layers is tried.
     layer_tries: int = 3
     # Weighings of ``recompute`` given as a number of bytes: neighbours share what lies between them.

@@ -9,9 +9,8 @@ skipped: more of a technique never makes the step of the same choice shorter.
 from __future__ import annotations
 
 import functools
-import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.core.techniques import Techniques
@@ -21,7 +20,6 @@ from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import (
     Dimension,
-    Point,
     dimensions,
     distinct,
     micro_batches_of,
@@ -35,6 +33,7 @@ from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import first_front, front, least_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
+from meshwright.search.joint.simulated import partly, quickest
 from meshwright.search.least_memory import any_fits
 from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of, sure
 from meshwright.search.planner import Planner, SearchResult
@@ -64,7 +63,7 @@ def joint(
     if least_bytes(planner, search.space) <= limit:
         if known is not None:
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
-            known, tried = _searched(planner, search.made, search.over, known), True
+            known, tried = quickest(planner, search.made, search.over, known), True
             if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
                 return _unopened(search, _bounded(planner, search.space, known))
         try:
@@ -110,7 +109,7 @@ def _open(
     decided = known is None or not _is_plain(planner, known) or known.claims.get("memory_decided", False)
     if not decided or all(len(d.values) == 1 for d in over):
         if known is None:  # what is asked may still fit, as it does where it is chosen
-            known = _searched(planner, search.made, over, None)
+            known = quickest(planner, search.made, over, None)
             if known is None:
                 raise too_large(planner, nearest)
             return _bounded(planner, space, known)
@@ -150,7 +149,7 @@ def _best(
             raise too_large(planner, nearest)
         return last
     made = search.made
-    best = known if tried else _searched(planner, made, over, known)
+    best = known if tried else quickest(planner, made, over, known)
     if best is None:
         best = _sought(planner, made, over, space)
     if best is not None and stop.now():
@@ -167,6 +166,7 @@ def _best(
             best = _again(planner, best)
         chosen = fewer_layers(planner, best)
         offer(planner, chosen)
+    best, chosen = partly(made, best, chosen)
     if stop.now():
         return _bounded(planner, space, chosen)
     if (turning := _turns(planner, chosen)) is not chosen:
@@ -222,74 +222,6 @@ def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None
                 planner.tell("recipe", step_of(found), None)
                 return found
     return None
-
-
-def _searched(
-    planner: Planner,
-    made: Front,
-    over: tuple[Dimension, ...],
-    base: SearchResult | None,
-) -> SearchResult | None:
-    """The quickest of what is simulated: candidates and points in the order of what they are expected to take."""
-    limit = planner.request.memory_bytes
-    assert limit is not None
-    rows = [
-        (made.least_seconds(candidate, point.techniques), sum(point.places), number, point)
-        for number, candidate in enumerate(made.candidates)
-        for point in distinct(over, planner.techniques)
-        if point.techniques.pieces <= candidate.examples
-    ]
-    rows.sort(key=lambda row: row[:3])
-    queue = [(row[0], place) for place, row in enumerate(rows)]
-    best, tries, slower = base, 0, 0
-    over_limit: list[float] = []  # peaks of those that do not fit
-    fitting: list[tuple[int, Point]] = []
-    while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
-        if _is_far(over_limit, limit) or planner.request.stop.now() or made.spent:
-            break
-        expected, place = heapq.heappop(queue)
-        least, _, number, point = rows[place]
-        step = math.inf if best is None else step_of(best)
-        if least >= (1 - TECHNIQUES.worth) * step:
-            continue
-        now = least + made.least_late(point.techniques)  # what was learned of the techniques since
-        if now > expected:
-            heapq.heappush(queue, (now, place))
-            continue
-        candidate = made.candidates[number]
-        if any(n == number and point.beyond(p) for n, p in fitting):
-            continue
-        if made.likely_seconds(candidate, point.techniques) >= (1 - TECHNIQUES.worth) * step:
-            continue
-        if not made.may_fit(candidate, point.techniques):
-            continue
-        if not made.saves(candidate, point.techniques):
-            continue
-        if made.overfills_host(candidate, point.techniques):
-            continue
-        try:
-            found = made.evaluated(candidate, point.techniques, step, TECHNIQUES.slack * limit)
-        except PlanError:  # too few examples, or a loss that needs the full batch
-            continue
-        if not fits_in_both(planner, found):
-            over_limit.append(planner.peak_bytes(found))
-        else:
-            tries += 1
-            fitting.append((number, point))
-            slower += best is not None
-            if step_of(found) < step:
-                found = sure(planner, found)
-                if fits_in_both(planner, found):
-                    best, slower = found, 0
-                    offer(planner, found)
-            planner.tell("techniques", step_of(best) if best else None, None)
-    return best
-
-
-def _is_far(over_limit: Sequence[float], limit: float) -> bool:
-    """True once so many did not fit that no other is expected to; of those near the limit more are tried."""
-    near = min(over_limit, default=limit) <= TECHNIQUES.slack * limit
-    return len(over_limit) >= TECHNIQUES.over_limit * (2 if near else 1)
 
 
 def _sought(planner: Planner, made: Front, over: tuple[Dimension, ...], space: Space) -> SearchResult | None:

@@ -17,7 +17,7 @@ from meshwright.core.placement import offloaded_parameters
 from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques
 from meshwright.cost.host import update_seconds_there
 from meshwright.cost.machine import QUEUED, launch_seconds
-from meshwright.search.budget import TECHNIQUES
+from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import has_no_less_on_host
 from meshwright.search.joint.prefetch import further_ahead
@@ -52,7 +52,8 @@ class Front:
     policy of recompute, the one that was least late; `lates`: the same of each that was simulated under techniques,
     and `soonest` those in whatever micro-batches; `hosted`: what the host holds beyond sums, of the one with least of
     it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `full_models`:
-    its sums for stages, likewise; `solved`: problems with what was found."""
+    its sums for stages, likewise; `solved`: problems with what was found; `partly`: what fits with a policy for all
+    layers, and about what it takes with that in no more than must be."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Front:
     hosted: dict[Techniques, float] = field(default_factory=dict)
     sent: dict[Candidate, float] = field(default_factory=dict)
     full_models: dict[tuple[Candidate, Techniques], Any] = field(default_factory=dict)
+    partly: list[tuple[float, SearchResult]] = field(default_factory=list)
     _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     _again: dict[tuple[Candidate, str], tuple[float, float]] = field(default_factory=dict)
@@ -232,6 +234,20 @@ class Front:
             self._again[key] = candidate.computing(again, "forward"), self.planner.least.starting_again(again)
         seconds, starting = self._again[key]
         return seconds + (techniques.micro_batches - 1) * starting
+
+    def spared_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
+        """About the seconds that are spared if only as many layers are computed again as the limit asks for; 0 where
+        none must be, and where what is not computed again goes to the host."""
+        planner, policy, limit = self.planner, techniques.recompute, self.planner.request.memory_bytes
+        if limit is None or "recompute" in techniques.given or planner.nodes > AUTO.full_nodes:
+            return 0.0
+        if not policy or not isinstance(policy, str) or ACTIVATIONS in techniques.offload:
+            return 0.0
+        least = self.peak_bytes(candidate, techniques)
+        most = self.peak_bytes(candidate, replace(techniques, recompute=""))
+        if not least < limit < most:
+            return 0.0
+        return (limit - least) / (most - least) * self._computed_again(candidate, techniques)
 
     def _waits_for_host(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds that computing waits for the host's link, at least: what goes to the host in forward, or comes from

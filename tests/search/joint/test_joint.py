@@ -102,7 +102,7 @@ def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: 
     limit = 0.9 * free("deep llama", "2x2", "auto").claims["peak_bytes"]
     offered: list[Any] = []
     known: list[float] = []
-    with_techniques = joint._searched
+    with_techniques = joint.quickest
 
     def searched(planner: Planner, *rest: Any) -> SearchResult | None:
         offered.append(planner.request.stop.offered)
@@ -113,7 +113,7 @@ def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: 
         known.append(below)
         raise PlanError("seen enough")
 
-    monkeypatch.setattr(joint, "_searched", searched)
+    monkeypatch.setattr(joint, "quickest", searched)
     monkeypatch.setattr("meshwright.search.cost_modes.auto", search)
     with pytest.raises(PlanError, match="seen enough"):
         planned("deep llama", "2x2", 0.9, pipeline=1)
@@ -198,7 +198,7 @@ def test_activations_alone_go_to_the_host_where_nothing_else_is_as_quick() -> No
     plan = mw.plan(net, batch, loss=loss, memory=0.8 * whole, **how)
     assert plan.techniques.non_defaults() == {"offload": ("activations",)}
     without = mw.plan(net, batch, loss=loss, memory=0.8 * whole, offload=(), **how)
-    assert plan.claims["step_seconds"] < 0.95 * without.claims["step_seconds"]
+    assert plan.claims["step_seconds"] < 0.97 * without.claims["step_seconds"]  # one layer of four again
 
 
 @pytest.mark.slow  # each claim is planned with; tests/search/test_too_large.py does so for smaller models

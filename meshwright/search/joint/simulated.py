@@ -1,0 +1,109 @@
+"""The quickest choices with the techniques that they take: simulated in the order of what their sums say."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from meshwright.core.techniques import Techniques
+from meshwright.errors import PlanError
+from meshwright.search.budget import TECHNIQUES
+from meshwright.search.joint.candidates import Candidate
+from meshwright.search.joint.dimensions import Dimension, Point, distinct
+from meshwright.search.joint.fewer_layers import fewer_layers
+from meshwright.search.joint.front import Front
+from meshwright.search.memory_limit import fits_in_both, offer, step_of, sure
+from meshwright.search.planner import Planner, SearchResult
+
+
+def quickest(
+    planner: Planner,
+    made: Front,
+    over: tuple[Dimension, ...],
+    base: SearchResult | None,
+) -> SearchResult | None:
+    """The quickest of what is simulated: candidates and points in the order of what they are expected to take."""
+    limit = planner.request.memory_bytes
+    assert limit is not None
+    rows = [
+        (_least(made, candidate, point.techniques), sum(point.places), number, point)
+        for number, candidate in enumerate(made.candidates)
+        for point in distinct(over, planner.techniques)
+        if point.techniques.pieces <= candidate.examples
+    ]
+    rows.sort(key=lambda row: row[:3])
+    queue = [(row[0], place) for place, row in enumerate(rows)]
+    best, tries, slower = base, 0, 0
+    over_limit: list[float] = []  # peaks of those that do not fit
+    fitting: list[tuple[int, Point]] = []
+    while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
+        if _is_far(over_limit, limit) or planner.request.stop.now() or made.spent:
+            break
+        expected, place = heapq.heappop(queue)
+        least, _, number, point = rows[place]
+        step = math.inf if best is None else step_of(best)
+        if least >= (1 - TECHNIQUES.worth) * step:
+            continue
+        now = least + made.least_late(point.techniques)  # what was learned of the techniques since
+        if now > expected:
+            heapq.heappush(queue, (now, place))
+            continue
+        candidate = made.candidates[number]
+        if any(n == number and point.beyond(p) for n, p in fitting):
+            continue
+        spared = made.spared_seconds(candidate, point.techniques)
+        if made.likely_seconds(candidate, point.techniques) - spared >= (1 - TECHNIQUES.worth) * step:
+            continue
+        if not made.may_fit(candidate, point.techniques):
+            continue
+        if not made.saves(candidate, point.techniques):
+            continue
+        if made.overfills_host(candidate, point.techniques):
+            continue
+        try:
+            found = made.evaluated(candidate, point.techniques, step, TECHNIQUES.slack * limit)
+        except PlanError:  # too few examples, or a loss that needs the full batch
+            continue
+        if not fits_in_both(planner, found):
+            over_limit.append(planner.peak_bytes(found))
+        else:
+            tries += 1
+            fitting.append((number, point))
+            slower += best is not None
+            if (spared := made.spared_seconds(candidate, point.techniques)) > 0:
+                made.partly.append((step_of(found) - spared, found))
+            if step_of(found) < step:
+                found = sure(planner, found)
+                if fits_in_both(planner, found):
+                    best, slower = found, 0
+                    offer(planner, found)
+            planner.tell("techniques", step_of(best) if best else None, None)
+    return best
+
+
+def _least(made: Front, candidate: Candidate, techniques: Techniques) -> float:
+    """About the least seconds of a candidate, with a policy of recompute in no more layers than must be."""
+    return made.least_seconds(candidate, techniques) - made.spared_seconds(candidate, techniques)
+
+
+def _is_far(over_limit: Sequence[float], limit: float) -> bool:
+    """True once so many did not fit that no other is expected to; of those near the limit more are tried."""
+    near = min(over_limit, default=limit) <= TECHNIQUES.slack * limit
+    return len(over_limit) >= TECHNIQUES.over_limit * (2 if near else 1)
+
+
+def partly(made: Front, best: SearchResult, chosen: SearchResult) -> tuple[SearchResult, SearchResult]:
+    """A choice with a policy of recompute for all layers and the same with it in fewer, where that is quicker than what
+    is `chosen`; else the `best` and what is chosen."""
+    for expected, found in sorted(made.partly, key=lambda each: each[0])[: TECHNIQUES.partly]:
+        if expected >= (1 - TECHNIQUES.worth) * step_of(chosen) or made.planner.request.stop.now():
+            break
+        few = fewer_layers(made.planner, found)
+        if step_of(few) < step_of(chosen):
+            best, chosen = found, few
+            offer(made.planner, chosen)
+    return best, chosen
+
+
+__all__ = ["partly", "quickest"]
