@@ -35,7 +35,7 @@ from meshwright.search.recursion_within_limit import recursion
 from meshwright.search.solve import skipping_unproven, solve, solve_limited
 from meshwright.search.space.build import Space
 from meshwright.search.space.constraints import exactly
-from meshwright.search.space.families import outside
+from meshwright.search.space.families import Family, outside
 from meshwright.search.space.memory import memory_of
 from meshwright.search.space.step_bound import entries, step_problem
 
@@ -43,13 +43,15 @@ from meshwright.search.space.step_bound import entries, step_problem
 @dataclass
 class _Tried:
     """Results so far: the choices that fit, those that came nearest, and bounds of the sum and of the step, by
-    space. `below`: seconds of a step that is known under other techniques."""
+    space. `below`: seconds of a step that is known under other techniques. `resting`: the shardings of fewer ranks,
+    with their name, if these gave the best."""
 
     below: float
     found: list[tuple[str, SearchResult]] = field(default_factory=list)
     nearest: list[SearchResult] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
+    resting: tuple[str, Family] | None = None
 
 
 def auto(planner: Planner, below: float) -> SearchResult:
@@ -201,7 +203,9 @@ def _repeated(planner: Planner, tried: _Tried) -> None:
                 return
         if planner.vectorized() is None:
             _take(planner, tried, f"recursion, {name}", recursion(planner, rest=rest)(None))
-        best = _best(planner, tried) or best
+        before, best = best, _best(planner, tried) or best
+        if best < before:
+            tried.resting = name, family
         planner.tell(name, best, None)
 
 
@@ -249,7 +253,8 @@ def _smaller_limits(planner: Planner, tried: _Tried) -> None:
     if planner.evaluator is None or planner.size > AUTO.lighter_size or _best(planner, tried) is None:
         return
     claims = _decided(planner, tried)
-    for name, family in families_of(planner):
+    families = [(f"{name[:3]} optimum", family) for name, family in families_of(planner)]
+    for name, family in (*families, *([tried.resting] if tried.resting else [])):
         space = planner.space(family)
         floor, memory = space.problem(1.0), planner.memory(space)
         room = np.inf if (limit := planner.limit(space)) is None else limit
@@ -263,8 +268,8 @@ def _smaller_limits(planner: Planner, tried: _Tried) -> None:
                     return
                 if floor.price(states) < (_best(planner, tried) or np.inf):
                     seen.add(states)
-                    label = f"{name[:3]} optimum under a smaller limit"
-                    _take(planner, tried, label, planner.found(space, states, claims))
+                    found = planner.found(space, states, claims)
+                    _take(planner, tried, f"{name} under a smaller limit", found)
             planner.tell(name, _best(planner, tried), None)
 
 

@@ -24,12 +24,9 @@ def captured() -> Captured:
     return captured_of(model, (x, y), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("machine", "most"),
-    [("ascend-910b", 2), pytest.param("ascend-910b", 4, marks=SLOW), pytest.param("h100", 4, marks=SLOW)],
+    [("ascend-910b", 2), pytest.param("ascend-910b", 4, marks=pytest.mark.full), ("h100", 4)],
 )
 def test_more_ranks_are_never_slower(machine: str, most: int) -> None:
     steps = []

@@ -22,7 +22,7 @@ from tests.search.planned import MODELS, cluster
         pytest.param("wide gpt", 1.7e6, 24, marks=pytest.mark.full),
         # The least that was found takes 2.6 MB, with as few micro-batches as can be.
         pytest.param("wide gpt", 2.4e6, 40, marks=pytest.mark.full),
-        pytest.param("wide gpt-oss", 100e3, 10, marks=pytest.mark.slow),
+        pytest.param("wide gpt-oss", 100e3, 13, marks=pytest.mark.full),
     ],
 )
 def test_a_refusal_makes_few_programs_and_plays_none_of_them(

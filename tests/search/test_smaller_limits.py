@@ -32,9 +32,9 @@ def steps_within(captured: Captured, where: Cluster, limits: tuple[float, ...]) 
     [
         pytest.param("mlp", "2x2", (80e3, 90e3, 98e3, 110e3, 200e3), marks=pytest.mark.full),
         ("mlp", "8", (36e3, 50e3, 56e3)),
-        pytest.param("recommender", "2x2", (46314, 49402, 52489, 60e3), marks=pytest.mark.slow),
-        pytest.param("recommender", "8", (33964, 37052, 46314, 80e3), marks=pytest.mark.slow),
-        pytest.param("gpt", "8", (500e3, 600e3, 1e6), marks=pytest.mark.slow),
+        pytest.param("recommender", "2x2", (46314, 49402, 52489, 60e3), marks=pytest.mark.full),
+        pytest.param("recommender", "8", (33964, 37052, 46314, 80e3), marks=pytest.mark.full),
+        pytest.param("gpt", "8", (500e3, 600e3, 1e6), marks=pytest.mark.full),
     ],
 )
 def test_a_larger_limit_gives_no_slower_plan(model: str, ranks: str, limits: tuple[float, ...]) -> None:
@@ -42,14 +42,15 @@ def test_a_larger_limit_gives_no_slower_plan(model: str, ranks: str, limits: tup
     assert all(later <= SAME * before for before, later in itertools.pairwise(steps)), steps
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_larger_limit_gives_no_slower_plan_where_moments_are_on_the_host() -> None:
-    """The choices that techniques are tried with are the same under each."""
+    """The choices that techniques are tried with are the same under each. Those that save less than 1 % are not
+    simulated, and which these are depends on the limit."""
     with torch.device("meta"):
         captured = captured_of(*gpt.build(gpt.GPTConfig(width=512, layers=4), batch=4))
     where = Cluster.preset("h100", nodes=1, ranks_per_node=2)
     steps = steps_within(captured, where, (48e6, 56e6, 64e6, 70e6, 90e6))
-    assert all(later <= SAME * before for before, later in itertools.pairwise(steps)), steps
+    assert all((1 - TECHNIQUES.worth) * later <= before for before, later in itertools.pairwise(steps)), steps
 
 
 @pytest.mark.full
