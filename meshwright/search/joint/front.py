@@ -17,7 +17,7 @@ from meshwright.core.placement import offloaded_parameters
 from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques
 from meshwright.cost.host import update_seconds_there
 from meshwright.cost.machine import QUEUED, launch_seconds
-from meshwright.search.budget import AUTO, TECHNIQUES
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import has_no_less_on_host
 from meshwright.search.joint.prefetch import further_ahead
@@ -48,18 +48,18 @@ class Missed:
 @dataclass
 class Front:
     """Candidates, and what is known of them. `missed`: what simulations saw beyond sums, under techniques, and
-    `misses` those of all candidates; `late`: by how much later than it must a step ended, under a
-    policy of recompute, the one that was least late; `lates`: the same of each that was simulated under techniques,
-    and `soonest` those in whatever micro-batches; `hosted`: what the host holds beyond sums, of the one with least of
-    it, under techniques; `sent`: bytes that stages of it send, once somebody asked; `full_models`:
-    its sums for stages, likewise; `solved`: problems with what was found; `partly`: what fits with a policy for all
-    layers, and about what it takes with that in no more than must be."""
+    `misses` those of all candidates; `late`: by how much later than it must a step ended, by policy of recompute and
+    techniques; `lates`: the same of all that were simulated under techniques, and `soonest` those in whatever
+    micro-batches; `hosted`: what the host holds beyond sums, of the one with least of it, under techniques; `sent`:
+    bytes that stages of it send, once somebody asked; `full_models`: its sums for stages, likewise; `solved`: problems
+    with what was found; `partly`: what fits with a policy for all layers, and about what it takes with that in no more
+    than must be."""
 
     planner: Planner
     candidates: list[Candidate] = field(default_factory=list)
     missed: dict[Candidate, dict[Techniques, Missed]] = field(default_factory=dict)
     misses: dict[Techniques, list[Missed]] = field(default_factory=dict)
-    late: dict[tuple[Candidate, Any], float] = field(default_factory=dict)
+    late: dict[tuple[Candidate, Any], dict[Techniques, float]] = field(default_factory=dict)
     lates: dict[Techniques, list[float]] = field(default_factory=dict)
     soonest: dict[Techniques, list[float]] = field(default_factory=dict)
     hosted: dict[Techniques, float] = field(default_factory=dict)
@@ -175,13 +175,27 @@ class Front:
     def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Estimate the candidate's step: its lower bound, plus the excess that was seen for it, or for enough others
         under the techniques; no less than under plainer ones."""
-        late = self.late.get((candidate, techniques.recompute))
+        late = self._own_late(candidate, techniques)
         if late is None:
             late = _least_of_enough(self.lates, techniques)
         if late is None:
             late = _least_of_enough(self.lates, _plain(techniques)) or 0.0
         estimate = self.least_seconds(candidate, techniques) + late
         return max(estimate, self.plainer_seconds(candidate, techniques))
+
+    def _own_late(self, candidate: Candidate, techniques: Techniques) -> float | None:
+        """By how much later than it must the candidate's step ended under the same policy of recompute, at least; None
+        if there was no simulation with no more slices and no more on the host, which keep a link busy."""
+        words, slices = set(techniques.offload), techniques.slice_activation
+        seen = self.late.get((candidate, techniques.recompute), {})
+        return min(
+            (
+                late
+                for plainer, late in seen.items()
+                if set(plainer.offload) <= words and plainer.slice_activation <= slices
+            ),
+            default=None,
+        )
 
     def plainer_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """The most that the candidate's step took in simulations without slices or with less offload; 0 without any.
@@ -211,7 +225,7 @@ class Front:
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return a lower bound of the candidate's step under techniques, without interleaving."""
         seconds = candidate.floor + self._repeated(candidate, techniques)
-        seconds += self._computed_again(candidate, techniques)
+        seconds += self.again_seconds(candidate, techniques)
         seconds += self._waits_for_host(candidate, techniques)
         sent = techniques.micro_batches * candidate.gathers
         before_update = max(seconds, sent, self._link_seconds(candidate, techniques))
@@ -223,7 +237,7 @@ class Front:
         each = self.planner.least.starting + (0.0 if sharded else candidate.adds)
         return (techniques.micro_batches - 1) * each
 
-    def _computed_again(self, candidate: Candidate, techniques: Techniques) -> float:
+    def again_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds of what backward computes again under a policy for all layers."""
         policy = techniques.recompute
         if policy not in ("full", "selective"):
@@ -235,27 +249,13 @@ class Front:
         seconds, starting = self._again[key]
         return seconds + (techniques.micro_batches - 1) * starting
 
-    def spared_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
-        """About the seconds that are spared if only as many layers are computed again as the limit asks for; 0 where
-        none must be, and where what is not computed again goes to the host."""
-        planner, policy, limit = self.planner, techniques.recompute, self.planner.request.memory_bytes
-        if limit is None or "recompute" in techniques.given or planner.nodes > AUTO.full_nodes:
-            return 0.0
-        if not policy or not isinstance(policy, str) or ACTIVATIONS in techniques.offload:
-            return 0.0
-        least = self.peak_bytes(candidate, techniques)
-        most = self.peak_bytes(candidate, replace(techniques, recompute=""))
-        if not least < limit < most:
-            return 0.0
-        return (limit - least) / (most - least) * self._computed_again(candidate, techniques)
-
     def _waits_for_host(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds that computing waits for the host's link, at least: what goes to the host in forward, or comes from
         it, does so before backward of the last layer but one begins, and what comes for backward after that."""
         one_way = self._link_seconds(candidate, techniques) / 2
         if not one_way:
             return 0.0
-        after = candidate.late_backward + self._computed_again(candidate, techniques)
+        after = candidate.late_backward + self.again_seconds(candidate, techniques)
         before = candidate.compute - candidate.late_backward
         # These may all be on either side.
         others = candidate.floor - candidate.compute + self._repeated(candidate, techniques)
@@ -376,8 +376,7 @@ class Front:
     def _saw_seconds(self, candidate: Candidate, techniques: Techniques, step: float) -> None:
         """Remember by how much later than it must a simulated step ended."""
         late = max(0.0, step - self.least_seconds(candidate, techniques))
-        key = (candidate, techniques.recompute)
-        self.late[key] = min(late, self.late.get(key, late))
+        self.late.setdefault((candidate, techniques.recompute), {})[techniques] = late
         self.lates.setdefault(techniques, []).append(late)
         at_once = replace(techniques, micro_batches=1)
         self.soonest.setdefault(at_once, []).append(late)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from meshwright.core.techniques import Techniques
+from meshwright.core.techniques import ACTIVATIONS, Techniques
 from meshwright.errors import PlanError
-from meshwright.search.budget import TECHNIQUES
+from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import Dimension, Point, distinct
 from meshwright.search.joint.fewer_layers import fewer_layers
@@ -52,7 +53,7 @@ def quickest(
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
-        spared = made.spared_seconds(candidate, point.techniques)
+        spared = spared_seconds(made, candidate, point.techniques)
         if made.likely_seconds(candidate, point.techniques) - spared >= (1 - TECHNIQUES.worth) * step:
             continue
         if not made.may_fit(candidate, point.techniques):
@@ -71,7 +72,7 @@ def quickest(
             tries += 1
             fitting.append((number, point))
             slower += best is not None
-            if (spared := made.spared_seconds(candidate, point.techniques)) > 0:
+            if (spared := spared_seconds(made, candidate, point.techniques)) > 0:
                 made.partly.append((step_of(found) - spared, found))
             if step_of(found) < step:
                 found = sure(planner, found)
@@ -82,9 +83,24 @@ def quickest(
     return best
 
 
+def spared_seconds(made: Front, candidate: Candidate, techniques: Techniques) -> float:
+    """About the seconds that are spared if only as many layers are computed again as the limit asks for; 0 where none
+    must be, and where what is not computed again goes to the host."""
+    policy, limit = techniques.recompute, made.planner.request.memory_bytes
+    if limit is None or "recompute" in techniques.given or made.planner.nodes > AUTO.full_nodes:
+        return 0.0
+    if not policy or not isinstance(policy, str) or ACTIVATIONS in techniques.offload:
+        return 0.0
+    least = made.peak_bytes(candidate, techniques)
+    most = made.peak_bytes(candidate, replace(techniques, recompute=""))
+    if not least < limit < most:
+        return 0.0
+    return (limit - least) / (most - least) * made.again_seconds(candidate, techniques)
+
+
 def _least(made: Front, candidate: Candidate, techniques: Techniques) -> float:
     """About the least seconds of a candidate, with a policy of recompute in no more layers than must be."""
-    return made.least_seconds(candidate, techniques) - made.spared_seconds(candidate, techniques)
+    return made.least_seconds(candidate, techniques) - spared_seconds(made, candidate, techniques)
 
 
 def _is_far(over_limit: Sequence[float], limit: float) -> bool:
@@ -106,4 +122,4 @@ def partly(made: Front, best: SearchResult, chosen: SearchResult) -> tuple[Searc
     return best, chosen
 
 
-__all__ = ["partly", "quickest"]
+__all__ = ["partly", "quickest", "spared_seconds"]
