@@ -264,8 +264,10 @@ class TechniquesBudget:
     same_candidate: float = 2e-4
     # Of the least bytes that sums of others missed under other techniques: what those of a candidate miss at least.
     missed_share: float = 0.5
-    # Candidates simulated under the same techniques from which the lateness of others is estimated.
+    # Candidates simulated under the same techniques from which the lateness of others is estimated, and from how many
+    # on it decides which is looked at first.
     late_samples: int = 3
+    late_order: int = 2
 
 
 @dataclass(frozen=True)

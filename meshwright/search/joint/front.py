@@ -220,7 +220,7 @@ class Front:
     def least_late(self, techniques: Techniques) -> float:
         """By how much later than it must a step ended under these techniques, in whatever micro-batches, at least."""
         seen = self.soonest.get(replace(techniques, micro_batches=1), ())
-        return min(seen) if len(seen) >= 2 else 0.0
+        return min(seen) if len(seen) >= TECHNIQUES.late_order else 0.0
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return a lower bound of the candidate's step under techniques, without interleaving."""
