@@ -47,10 +47,13 @@ class Candidate:
 
     @functools.cached_property
     def late_backward(self) -> float:
-        """Seconds of backward of all layers but the last."""
-        layers = layers_of(self.space.graph)
-        full = self.computing((n.name for layer in layers for n in layer.nodes), "backward")
-        return full - sum(self._each(n.name, "backward") for layer in layers[-1:] for n in layer.nodes)
+        """Seconds of backward after that of the last layer and of what comes behind it; of all without layers."""
+        names = [node.name for node in self.space.graph.nodes]
+        seconds = self.computing(names, "backward")
+        for layer in layers_of(self.space.graph)[-1:]:
+            seconds -= sum(self._each(node.name, "backward") for node in layer.nodes)
+            seconds -= self.computing(names[names.index(layer.nodes[-1].name) + 1 :], "backward")
+        return seconds
 
     def _each(self, name: str, phase: Literal["forward", "backward"]) -> float:
         first = self.space.ties.first(name)
