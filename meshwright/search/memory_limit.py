@@ -255,7 +255,7 @@ def sure(planner: Planner, found: SearchResult) -> SearchResult:
     full, known = planner.under(found.techniques).settled(found, timed=False), found.evaluation
     if known is None or full.evaluation is None or full.evaluation.timed:
         return full
-    # Its seconds are near enough: layers differ in bytes more than in time.
+    # Seconds from a few layers are near enough to compare; those of the answer are found in full at the end.
     step, exposed = known.step_seconds, known.exposed_seconds
     evaluation = replace(full.evaluation, step_seconds=step, exposed_seconds=exposed, timed=known.timed)
     return replace(full, claims={**full.claims, "step_seconds": step}, evaluation=evaluation)

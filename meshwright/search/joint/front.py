@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.core.graph import DTYPES
 from meshwright.core.placement import offloaded_parameters
-from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques
+from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, RECOMPUTE, Techniques
 from meshwright.cost.host import update_seconds_there
 from meshwright.cost.machine import QUEUED, launch_seconds
 from meshwright.search.budget import TECHNIQUES
@@ -240,7 +240,7 @@ class Front:
     def again_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds of what backward computes again under a policy for all layers."""
         policy = techniques.recompute
-        if policy not in ("full", "selective"):
+        if policy not in RECOMPUTE:
             return 0.0
         key = (candidate, policy)
         if key not in self._again:

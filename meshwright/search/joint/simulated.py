@@ -86,16 +86,16 @@ def quickest(
 def spared_seconds(made: Front, candidate: Candidate, techniques: Techniques) -> float:
     """About the seconds that are spared if only as many layers are computed again as the limit asks for; 0 where none
     must be, and where what is not computed again goes to the host."""
-    policy, limit = techniques.recompute, made.planner.request.memory_bytes
-    if limit is None or "recompute" in techniques.given or made.planner.nodes > AUTO.full_nodes:
+    again, limit = made.again_seconds(candidate, techniques), made.planner.request.memory_bytes
+    if not again or limit is None or made.planner.nodes > AUTO.full_nodes:
         return 0.0
-    if not policy or not isinstance(policy, str) or ACTIVATIONS in techniques.offload:
+    if "recompute" in techniques.given or ACTIVATIONS in techniques.offload:
         return 0.0
     least = made.peak_bytes(candidate, techniques)
     most = made.peak_bytes(candidate, replace(techniques, recompute=""))
     if not least < limit < most:
         return 0.0
-    return (limit - least) / (most - least) * made.again_seconds(candidate, techniques)
+    return (limit - least) / (most - least) * again
 
 
 def _least(made: Front, candidate: Candidate, techniques: Techniques) -> float:

@@ -353,7 +353,7 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
                 kept[base].append((node.name, port, name))
     shares: dict[str, list[tuple[int, str, float, bool]]] = defaultdict(list)
     for base, keepers in kept.items():
-        own = any(node == graph.producers[base].name for node, _, _ in keepers)
+        stays = any(node == graph.producers[base].name for node, _, _ in keepers)
         for node, port, name in keepers:
-            shares[node].append((port, name, 1 / len(keepers), own))
+            shares[node].append((port, name, 1 / len(keepers), stays))
     return shares

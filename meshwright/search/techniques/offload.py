@@ -42,8 +42,8 @@ def save_activations(graph: Graph, plan: Plan) -> Plan:
     kept = kept_values(graph, plan)
     away = _offloaded(graph, offload, {graph.producers[v].name for v in kept})
     hosted = [v for v in kept if graph.producers[v].name in away]
-    sliced = [v for v in kept if _is_repeated(graph.producers[v], v, graph, plan)]
-    sliced = sliced if asked.slice_activation else []
+    slicing = kept if asked.slice_activation else []
+    sliced = [v for v in slicing if _is_repeated(graph.producers[v], v, graph, plan)]
     words = {v: " ".join([SLICE] * (v in sliced) + [HOST] * (v in hosted)) for v in kept}
     notes = []
     if asked.slice_activation and not sliced:
