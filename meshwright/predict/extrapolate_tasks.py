@@ -31,7 +31,7 @@ def with_layers(
     """
     kinds = [(n, long) for n, long in enumerate(more) if long is not None and times[n]]
     try:
-        items = _expanded(few, [(long, times[n]) for n, long in kinds])
+        items = _expanded(few, [(long, times[n]) for n, long in kinds], first)
     except _Differs:
         return None
     added = [_added(few, long, times[n]) for n, long in kinds]
@@ -211,9 +211,9 @@ class _Read:
     waits: list[_Wait | None]
 
 
-def _read(step: Issued) -> _Read:
+def _read(step: Issued, first: Mapping[str, str]) -> _Read:
     """Read a step. Raises `_Differs` if an item waits for something that another has waited for."""
-    found, line = _Read(step, _signs(step), []), _Line()
+    found, line = _Read(step, _signs(step, first), []), _Line()
     for item, sign in zip(step.items, found.signs, strict=True):
         wait, after = None, after_of(item)
         if len(after) > 1:
@@ -232,9 +232,9 @@ def _read(step: Issued) -> _Read:
     return found
 
 
-def _expanded(few: Issued, more: Sequence[tuple[Issued, int]]) -> list[Item]:
+def _expanded(few: Issued, more: Sequence[tuple[Issued, int]], first: Mapping[str, str]) -> list[Item]:
     """Return the items of a step with further layers of some kinds."""
-    short, longer = _read(few), [(_read(long), times) for long, times in more]
+    short, longer = _read(few, first), [(_read(long, first), times) for long, times in more]
     inserts = [i for kind, (long, times) in enumerate(longer) for i in _inserts(kind, short, long, times)]
     line, at = _Line(), 0
 
@@ -287,9 +287,12 @@ def _alike(few: Sequence[Hashable], long: Sequence[Hashable], place: int, shift:
     return place
 
 
-def _signs(step: Issued) -> list[Hashable]:
-    """Return a key for each item that is equal across layers: names without numbers, seconds and streams."""
-    sizes = {g.name: (g.key, g.size_bytes, g.fresh, g.wire) for g in step.gradients}
+def _signs(step: Issued, first: Mapping[str, str]) -> list[Hashable]:
+    """Return a key for each item that is equal across layers: names without numbers, seconds and streams. Gradients
+    have that of the first layer, too: a layer that others only resemble is none of them."""
+    sizes = {
+        g.name: (first.get(g.name, g.name), g.key, g.size_bytes, g.fresh, g.wire) for g in step.gradients
+    }
 
     def sign(item: Item) -> Hashable:
         if isinstance(item, Arrival):
