@@ -32,11 +32,15 @@ Assignment = dict[str, Strategy]
 
 @dataclass(frozen=True)
 class SearchContext:
-    """The context that every search shares: the graph, its factors and the mesh."""
+    """The context that every search shares: the graph, its factors and the mesh.
+
+    `micro_batches`: those of which each rank keeps an example, in the modes that follow annotations.
+    """
 
     graph: Graph
     factors: Factors
     mesh: Mesh
+    micro_batches: int = 1
 
     def site(self, name: str) -> Site:
         """The site of a node."""
@@ -45,7 +49,7 @@ class SearchContext:
     @functools.cached_property
     def option_tables(self) -> OptionTables:
         """The graph in numbers."""
-        return OptionTables(self.graph, self.factors, self.mesh)
+        return OptionTables(self.graph, self.factors, self.mesh, self.micro_batches)
 
     @functools.cached_property
     def _normal(self) -> dict[int, tuple[TensorLayout, TensorLayout]]:

@@ -30,7 +30,7 @@ def plan_in_one_stage(wanted: Wanted) -> Plan:
         request = replace(request, techniques=techniques)
     cluster, stop = (request.cluster, request.stop) if request is not None else (None, Stop())
     with stop.answered_by(lambda made: wanted.finished(apply(graph, made, made.techniques, cluster))):
-        made = make_plan(graph, chosen, mode, wanted.pins, wanted.folding, request)
+        made = make_plan(graph, chosen, mode, wanted.pins, wanted.folding, request, techniques.pieces)
     techniques = made.techniques if mode in SEARCHES else techniques
     made = apply(graph, made, techniques, cluster)
     if request is not None:

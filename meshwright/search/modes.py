@@ -49,11 +49,13 @@ def make_plan(
     pins: Mapping[str, Mapping[str, Any]] | None = None,
     folding: Folding = UNFOLDED,
     request: Request | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """The plan of a graph on a mesh under a mode. `pins`: module pattern → letter → axis.
 
     With a `folding` each kind of layer is planned once. `request` has the cluster that prices are of, and limits; the
-    modes that search need it. Raises PlanError for an unknown mode, StrategyError for shardings that cannot be.
+    modes that search need it. Beside annotations the batch is split only so far that each rank has an example for each
+    of `micro_batches`. Raises PlanError for an unknown mode, StrategyError for shardings that cannot be.
     """
     _check_mode(mode, mesh, pins, request)
     check_pins(pins or {})
@@ -65,18 +67,24 @@ def make_plan(
         folded(graph, folding, pinned_kinds(graph, constraints)) if folding.blocks else without_folds(graph)
     )
     try:
-        return _make_plan(folds, mesh, mode, pins or {}, constraints, request)
+        return _make_plan(folds, mesh, mode, pins or {}, constraints, request, micro_batches)
     except (StrategyError, LayoutError, PlanError) as error:
         # What no state of equal layers allows may be possible where each has its own.
         unlike = isinstance(error.__cause__, NoStates)
         if folds.is_whole or (isinstance(error, PlanError) and not unlike):
             raise
     # the error speaks of the full model
-    return _make_plan(without_folds(graph), mesh, mode, pins or {}, constraints, request)
+    return _make_plan(without_folds(graph), mesh, mode, pins or {}, constraints, request, micro_batches)
 
 
 def _make_plan(
-    folds: Folded, mesh: Mesh, mode: str, pins: Pins, constraints: Pins, request: Request | None
+    folds: Folded,
+    mesh: Mesh,
+    mode: str,
+    pins: Pins,
+    constraints: Pins,
+    request: Request | None,
+    micro_batches: int,
 ) -> Plan:
     graph = folds.graph
     context = SearchContext(graph, factors_of(graph), mesh)
@@ -101,7 +109,7 @@ def _make_plan(
         assignment, reasons = dict(found.choice.strategies), {}
         check_layouts(context, assignment)
     else:
-        assignment, reasons = _assign(context, mode, specs, constraints)
+        assignment, reasons = _assign(context, mode, specs, constraints, micro_batches)
         pass_gradients_back(context, assignment)
         check_layouts(context, assignment)
         if request is not None:
@@ -189,14 +197,16 @@ def _with_choice(plan: Plan, folds: Folded, found: SearchResult) -> Plan:
 
 
 def _assign(
-    context: SearchContext, mode: str, specs: Sequence[PinSpec], constraints: Pins
+    context: SearchContext, mode: str, specs: Sequence[PinSpec], constraints: Pins, micro_batches: int
 ) -> tuple[Assignment, dict[str, str]]:
     """The strategy of each node, and for each why it was chosen."""
     graph = context.graph
-    states = context.option_tables.start()
     reasons: dict[str, str] = {}
     axes = tuple(a.name for a in context.mesh.axes if a.size > 1)
     seeds = _seeds(context, specs, constraints)
+    if seeds:  # without any, all ranks are data parallel, and have too few examples
+        context = replace(context, micro_batches=micro_batches)
+    states = context.option_tables.start()
     pinned_axes = {a for a, nodes in seeds.items() if any(s != UNSHARDED for s in nodes.values())}
     given = given_values(graph, specs)
     match mode:

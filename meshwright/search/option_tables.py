@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from meshwright.core.graph import Graph
 from meshwright.core.layout import Dim, SubDim, dim_axes, normalize_dim
 from meshwright.core.mesh import Axis, Mesh
+from meshwright.ops.batch import batch_units
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.rule import dim_letters
 from meshwright.ops.strategy import UNSHARDED, Strategy, at_path, split_unit, splittable, through_ports, ways
@@ -28,11 +29,12 @@ from meshwright.ops.strategy import UNSHARDED, Strategy, at_path, split_unit, sp
 class OptionTables:
     """Nodes and values by number: `uses[n]` and `makes[n]` list values, `readers[v]` and `maker[v]` nodes (-1: none).
 
-    `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do.
+    `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do. Each rank keeps
+    an example for each of `micro_batches`.
     """
 
-    def __init__(self, graph: Graph, factors: Factors, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, graph: Graph, factors: Factors, mesh: Mesh, micro_batches: int = 1) -> None:
+        self.mesh, self.micro_batches = mesh, micro_batches
         self.nodes = graph.nodes
         self.number = {n.name: k for k, n in enumerate(graph.nodes)}
         self.values = list(graph.types)
@@ -66,13 +68,14 @@ class OptionTables:
         found: list[OptionTable] = []
         for node in self.nodes:
             site = factors.sites[node.name]
-            key = site.signature
+            examples = next(batch_units(site, factors), None) if self.micro_batches > 1 else None
+            key = (site.signature, examples)
             table = known.get(key)
             if table is None:
                 shape = shape_of(site)
                 if (choices := by_shape.get(shape)) is None:
                     choices = by_shape[shape] = Choices(site, places)
-                table = known[key] = OptionTable(site, choices)
+                table = known[key] = OptionTable(site, choices, examples, self.micro_batches)
             found.append(table)
         return found
 
@@ -205,15 +208,22 @@ class Choices:
 
 
 class OptionTable:
-    """The options of all nodes with one rule and equal factors."""
+    """The options of all nodes with one rule and equal factors.
 
-    def __init__(self, site: Site, choices: Choices) -> None:
+    `examples`: the letter and unit that are split into `micro_batches` before they are split over ranks.
+    """
+
+    def __init__(
+        self, site: Site, choices: Choices, examples: tuple[str, Unit] | None, micro_batches: int
+    ) -> None:
         self.site, self.choices, self.entries = site, choices, choices.entries
+
+        def room(entry: Entry) -> int:
+            blocks = min(at_path(site.trees[entry.letter], path).pieces for path in entry.unit)
+            return max(1, blocks // micro_batches) if (entry.letter, entry.unit) == examples else blocks
+
         # The blocks that each option has room for; replicated values and partial sums have room for any number.
-        self.rooms = tuple([
-            min([at_path(site.trees[e.letter], path).pieces for path in e.unit]) if e.letter else 0
-            for e in choices.entries
-        ])  # fmt: skip
+        self.rooms = tuple([room(e) if e.letter else 0 for e in choices.entries])
         self.start = State(self)
 
     def option_of(self, strategy: Strategy, axis: str) -> int:

@@ -140,6 +140,29 @@ def test_operators_without_a_strategy_are_data_parallel() -> None:
     assert str(plan.strategies["matmul"]) == "k=8/ranks0.ranks1"
 
 
+@pytest.mark.parametrize("mode", ["semi_auto", "sharding_propagation"])
+def test_beside_pins_each_micro_batch_keeps_an_example_on_every_rank(mode: str) -> None:
+    """Eight examples in four micro-batches: over the two ranks of dp, and no further over those of tp."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh()), torch.randn(8, 8)
+    pins, mesh = {"0": {"n": "tp"}, "2": {"k": "tp"}}, {"dp": 2, "tp": 2}
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).square().mean()
+
+    def plan(**options: Any) -> mw.Plan:
+        return mw.plan(model, x, loss=loss, mesh=mesh, mode=mode, **options)
+
+    assert (
+        plan(pins=pins).strategies["tanh"].splits[0][1][0].axes == ("dp", "tp")[: 2 - (mode != "semi_auto")]
+    )
+    made = plan(pins=pins, micro_batches=4)
+    assert made.strategies["tanh"].splits[0][1][0].axes == ("dp",)
+    mw.verify(model, x, loss=loss, plan=made).raise_if_different()
+    with pytest.raises(mw.PlanError, match="8 examples over 4 ranks"):  # nothing says how else to split
+        plan(micro_batches=4)
+
+
 # ---------------------------------------------------------------- layouts
 
 
