@@ -38,12 +38,13 @@ def planned(model: str, mesh: str, share: float, **techniques: Any) -> Plan:
     )
 
 
+OFFLOADS = ((), ("optimizer",))
+
+
 def steps(model: str, mesh: str, share: float, pieces: tuple[int, ...]) -> dict[str, float]:
     """The step of every combination that fits."""
     found: dict[str, float] = {}
-    for recompute, count, offload in itertools.product(
-        ("", "selective", "full"), pieces, ((), ("optimizer",))
-    ):
+    for recompute, count, offload in itertools.product(("", "selective", "full"), pieces, OFFLOADS):
         techniques = {"recompute": recompute, "micro_batches": count, "offload": offload}
         try:
             plan = planned(model, mesh, share, **techniques)
@@ -74,8 +75,8 @@ def test_no_combination_is_quicker(model: str, mesh: str, share: float, pieces: 
     except PlanError as error:
         assert "no plan fits" in error.what and not every
         return
-    if not every:  # it takes more pieces than were tried
-        assert plan.techniques.micro_batches not in pieces
+    if not every:  # it takes more pieces than were tried, or keeps more on the host
+        assert plan.techniques.micro_batches not in pieces or plan.techniques.offload not in OFFLOADS
         return
     best = min(every, key=every.__getitem__)
     assert plan.claims["step_seconds"] <= 1.03 * every[best], (str(plan.techniques), best)
