@@ -244,15 +244,8 @@ class Evaluator:
     def _places(self) -> Mapping[str, int]:
         return {name: number for number, name in enumerate(self._known)}
 
-    @functools.cached_property
-    def _short(self) -> dict[tuple[int, ...], Graph]:
-        return {}
-
     def _run(self, choice: Choice, copies: list[int]) -> _Seen:
-        graph = self._short.get(tuple(copies))
-        if graph is None:  # one object for all choices: what is found of a graph is remembered with it
-            graph = self._short[tuple(copies)] = shortened(self.folds, copies) if copies else self.folds.graph
-        seen, most = self._evaluated(graph, choice), dict[str, int]()
+        seen, most = self._evaluated(shortened(self.folds, tuple(copies)), choice), dict[str, int]()
         for instant, size in seen.most.items():
             name = self._of_readers(instant)
             most[name] = max(size, most.get(name, 0))

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from meshwright.core.folding import Block, Folding
 from meshwright.core.graph import Graph, Node
+from meshwright.core.remembered import cached_on_first
 from meshwright.ops.factors import Factors
 
 T = TypeVar("T")
@@ -68,6 +69,11 @@ class Folded:
         return {name: per_input[here] for name, here in self.inputs.items()}
 
     @functools.cached_property
+    def known(self) -> dict[Hashable, object]:
+        """The cache of `cached_on_first`."""
+        return {}
+
+    @functools.cached_property
     def values(self) -> dict[str, str]:
         """Results of the full graph → results here that stand for them."""
         found: dict[str, str] = {}
@@ -102,9 +108,13 @@ def folded(graph: Graph, folding: Folding, kinds: Mapping[str, Hashable] | None 
     return _reduced(view, runs)
 
 
-def shortened(folds: Folded, copies: Sequence[int]) -> Graph:
+@cached_on_first
+def shortened(folds: Folded, copies: tuple[int, ...]) -> Graph:
     """The full graph with so many copies left of each run of layers that is folded (at least 2): what grows with the
-    number of layers follows from two such graphs."""
+    number of layers follows from two such graphs. One object, so that what is found of a graph is remembered with it.
+    """
+    if not copies:
+        return folds.graph
     long = [run for run in folds.runs if run.count > 2]
     return _cut(folds.full, [(run, max(2, n)) for run, n in zip(long, copies, strict=True)])
 

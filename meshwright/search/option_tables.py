@@ -29,8 +29,8 @@ from meshwright.ops.strategy import UNSHARDED, Strategy, at_path, split_unit, sp
 class OptionTables:
     """Nodes and values by number: `uses[n]` and `makes[n]` list values, `readers[v]` and `maker[v]` nodes (-1: none).
 
-    `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do. Each rank keeps
-    an example for each of `micro_batches`.
+    `near[n]`: the nodes that read what n makes, then those that make what it reads, as often as they do. Each rank
+    keeps an example for each of `micro_batches`.
     """
 
     def __init__(self, graph: Graph, factors: Factors, mesh: Mesh, micro_batches: int = 1) -> None:
