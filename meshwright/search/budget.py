@@ -238,6 +238,9 @@ class TechniquesBudget:
     # Of a front, what its choices are optimal for: of all shardings, of recipes,
     front_prices: Prices = ((0.0, 0.0), (0.2, 0.0), (2.0, 0.0), (2.0, 0.5), (0.0, 2.0), (64.0, 64.0))
     recipe_prices: Prices = ((0.0, 0.0), (2.0, 0.0))
+    # Entries of all pairs beyond which each solve takes seconds, and what the choices of such a front are optimal for.
+    front_pairs: float = 2e7
+    few_prices: Prices = ((0.0, 0.0), (2.0, 0.5), (64.0, 64.0))
     # Sums that one elimination for a front may take: its choices are simulated, and so need not be optimal to the last
     # digit. On models of today they are within 1e-3 of the optimum, seven times sooner.
     front_work: float = 3e7
@@ -268,6 +271,8 @@ class TechniquesBudget:
     # on it decides which is looked at first.
     late_samples: int = 3
     late_order: int = 2
+    # Of the step of a candidate: by how much one that nearly is it may be quicker.
+    sibling_doubt: float = 0.005
 
 
 @dataclass(frozen=True)

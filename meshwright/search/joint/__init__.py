@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.techniques import Techniques
 from meshwright.errors import DoesNotFit, PlanError
-from meshwright.search.budget import MEMORY, TECHNIQUES
+from meshwright.search.budget import AUTO, MEMORY, TECHNIQUES
 from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
 from meshwright.search.joint.dimensions import (
@@ -56,7 +56,7 @@ def joint(
         except NothingFits as error:
             raise too_large(planner, error.nearest) from None
     search = _Joint(planner, dimensions(planner, offload=offload))
-    known = _first(planner, search.over)
+    known = _first(search)
     planner.tell("the least memory")
     nearest: SearchResult | None = None
     tried = False
@@ -64,8 +64,12 @@ def joint(
         if known is not None:
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
             known, tried = quickest(planner, search.made, search.over, known), True
-            if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
-                return _unopened(search, _bounded(planner, search.space, known))
+            if known is not None and _is_plain(planner, known):
+                if _computes_alone(planner, known):
+                    return _unopened(search, _bounded(planner, search.space, known))
+                if planner.size > AUTO.lighter_size and not planner.request.stop.now():
+                    # The front has what the search without techniques would take half a minute for.
+                    return _turns(planner, _bounded(planner, search.space, _again(planner, known)))
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
             base = further_ahead(planner, auto(planner, below))
@@ -92,9 +96,16 @@ class _Joint:
         return self.planner.space(families_of(self.planner)[0][1])
 
     @functools.cached_property
+    def first(self) -> Front:
+        """The choice that is tried first."""
+        return first_front(self.planner)
+
+    @functools.cached_property
     def made(self) -> Front:
         """The choices that techniques are tried with."""
-        return front(self.planner, self.space)
+        made = front(self.planner, self.space)
+        made.seen |= self.first.seen
+        return made
 
 
 def _open(
@@ -162,8 +173,7 @@ def _best(
         raise hopeless(planner, over, nearest)
     chosen = best
     if best is not known or not _is_plain(planner, best):
-        if TECHNIQUES.search_simulations * planner.size <= TECHNIQUES.search_work:
-            best = _again(planner, best)
+        best = _again(planner, best)
         chosen = fewer_layers(planner, best)
         offer(planner, chosen)
     best, chosen = partly(made, best, chosen)
@@ -205,12 +215,13 @@ def _least_step(planner: Planner, space: Space) -> float:
     return planner.least.in_one(1)
 
 
-def _first(planner: Planner, over: tuple[Dimension, ...]) -> SearchResult | None:
+def _first(search: _Joint) -> SearchResult | None:
     """A first answer, where memory is short: data parallel over tensor parallel inside, storage sharded, with layers
     computed again. Where there is room, `auto` has one as soon."""
-    made, limit = first_front(planner), planner.request.memory_bytes or 0.0
+    planner, made = search.planner, search.first
+    limit = planner.request.memory_bytes or 0.0
     for candidate in made.candidates[:1]:
-        for point in points(tuple(d for d in over if d.name == "recompute"), planner.techniques):
+        for point in points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques):
             size = made.sums(candidate, point.techniques)
             if point.techniques == planner.techniques and size <= MEMORY.little_room * limit:
                 return None
@@ -259,7 +270,9 @@ def _sought(planner: Planner, made: Front, over: tuple[Dimension, ...], space: S
 
 def _again(planner: Planner, best: SearchResult) -> SearchResult:
     """The best with its shardings and storage searched once more under its techniques, by sums and by what can hide in
-    part."""
+    part; as it is in a space where that would take longer than all before."""
+    if TECHNIQUES.search_simulations * planner.size > TECHNIQUES.search_work:
+        return best
     under = planner.under(best.techniques)
     for alpha in (TECHNIQUES.alpha, None):
         try:

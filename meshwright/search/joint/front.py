@@ -21,6 +21,7 @@ from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import has_no_less_on_host
 from meshwright.search.joint.prefetch import further_ahead
+from meshwright.search.joint.siblings import sibling_seconds
 from meshwright.search.memory_limit import step_of
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import Memory, Problem, Solution
@@ -66,7 +67,7 @@ class Front:
     sent: dict[Candidate, float] = field(default_factory=dict)
     full_models: dict[tuple[Candidate, Techniques], Any] = field(default_factory=dict)
     partly: list[tuple[float, SearchResult]] = field(default_factory=list)
-    _seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
+    seen: dict[tuple[Candidate, Techniques], SearchResult] = field(default_factory=dict)
     _added: dict[tuple[Candidate, Techniques], np.ndarray] = field(default_factory=dict)
     _again: dict[tuple[Candidate, str], tuple[float, float]] = field(default_factory=dict)
     _updates: dict[tuple[Candidate, tuple[str, ...]], float] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Front:
     @property
     def spent(self) -> bool:
         """True if a large model had as many simulations as it may have in one stage."""
-        return self.planner.nodes > TECHNIQUES.large_nodes and len(self._seen) >= TECHNIQUES.large_simulations
+        return self.planner.nodes > TECHNIQUES.large_nodes and len(self.seen) >= TECHNIQUES.large_simulations
 
     @functools.cached_property
     def queuing(self) -> float:
@@ -174,14 +175,15 @@ class Front:
 
     def likely_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Estimate the candidate's step: its lower bound, plus the excess that was seen for it, or for enough others
-        under the techniques; no less than under plainer ones."""
+        under the techniques; no less than under plainer ones, and than siblings take."""
         late = self._own_late(candidate, techniques)
         if late is None:
             late = _least_of_enough(self.lates, techniques)
         if late is None:
             late = _least_of_enough(self.lates, _plain(techniques)) or 0.0
         estimate = self.least_seconds(candidate, techniques) + late
-        return max(estimate, self.plainer_seconds(candidate, techniques))
+        siblings = sibling_seconds(self.planner, self.seen, self.must_take, candidate, techniques)
+        return max(estimate, siblings, self.plainer_seconds(candidate, techniques))
 
     def _own_late(self, candidate: Candidate, techniques: Techniques) -> float | None:
         """By how much later than it must the candidate's step ended under the same policy of recompute, at least; None
@@ -202,7 +204,7 @@ class Front:
         More of these makes no step shorter (tests: by less than 1e-3), unless weights are gathered further ahead in the
         memory that it saves: a simulation without room for that does not count."""
         most, room = 0.0, (self.planner.request.memory_bytes or math.inf) - candidate.layer_bytes
-        for (other, plainer), found in self._seen.items():
+        for (other, plainer), found in self.seen.items():
             words, slices = plainer.offload, plainer.slice_activation
             if (
                 other is candidate
@@ -224,12 +226,15 @@ class Front:
 
     def least_seconds(self, candidate: Candidate, techniques: Techniques) -> float:
         """Return a lower bound of the candidate's step under techniques, without interleaving."""
-        seconds = candidate.floor + self._repeated(candidate, techniques)
-        seconds += self.again_seconds(candidate, techniques)
-        seconds += self._waits_for_host(candidate, techniques)
+        *before, update = self.must_take(candidate, techniques)
         sent = techniques.micro_batches * candidate.gathers
-        before_update = max(seconds, sent, self._link_seconds(candidate, techniques))
-        return before_update + self._updated_later(candidate, techniques)
+        return max(sum(before), sent, self._link_seconds(candidate, techniques)) + update
+
+    def must_take(self, candidate: Candidate, techniques: Techniques) -> tuple[float, ...]:
+        """Seconds that nothing hides: of the candidate, of micro-batches, of computing again, of waiting for the host,
+        and by which the update is later."""
+        parts = self._repeated, self.again_seconds, self._waits_for_host, self._updated_later
+        return candidate.floor, *(part(candidate, techniques) for part in parts)
 
     def _repeated(self, candidate: Candidate, techniques: Techniques) -> float:
         """Seconds that several micro-batches take longer than one: kernels are started, and gradients added up."""
@@ -345,7 +350,7 @@ class Front:
         """The candidate simulated under techniques, with its weights gathered further ahead where that is quicker and
         may take less than `enough` seconds; its bytes alone where they are more than `most`. Raises PlanError for
         techniques that it cannot take."""
-        known = self._seen.get((candidate, techniques))
+        known = self.seen.get((candidate, techniques))
         if known is not None:
             return known
         under = self.planner.under(techniques)
@@ -355,7 +360,7 @@ class Front:
                 found = further_ahead(self.planner, found, enough)
                 self._saw_seconds(candidate, techniques, found.claims["step_seconds"])
             self._saw_bytes(candidate, techniques, found)
-        self._seen[candidate, techniques] = found
+        self.seen[candidate, techniques] = found
         return found
 
     def _saw_bytes(self, candidate: Candidate, techniques: Techniques, found: SearchResult) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.ops.batch import batch_rows
-from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
+from meshwright.search.budget import AUTO, STAGES, TECHNIQUES, Prices
 from meshwright.search.data_parallel import by_batch_rows
 from meshwright.search.joint.candidates import alike, candidate_of
 from meshwright.search.joint.front import Front
@@ -37,7 +37,9 @@ def least_bytes(planner: Planner, space: Space) -> float:
 def front(planner: Planner, space: Space) -> Front:
     """The fronts of a space and of the recipes."""
     made = Front(planner)
-    _add(made, "front", space, TECHNIQUES.front_prices, TECHNIQUES.many)
+    large = sum(pair.size for pair in space.problem().pairs.values()) > TECHNIQUES.front_pairs
+    prices = TECHNIQUES.few_prices if large else TECHNIQUES.front_prices
+    _add(made, "front", space, prices, TECHNIQUES.many, few=large)
     for name, recipe, examples in _recipes(planner):
         _add(made, name, recipe, TECHNIQUES.recipe_prices, examples)
     # These split the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
@@ -95,19 +97,21 @@ def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterato
 
 
 def _add(
-    made: Front, name: str, space: Space, prices: tuple[tuple[float, float], ...], examples: int = 1
+    made: Front, name: str, space: Space, prices: Prices, examples: int = 1, *, few: bool = False
 ) -> None:
-    """The choices of a space for some prices, and that for as many micro-batches as there may be `examples`."""
+    """The choices of a space for some prices, and that for as many micro-batches as there may be `examples`; of these
+    the quickest alone where there are to be `few`."""
+    most = 1 if few else None
     plain, memory = space.problem(), made.memory(space, made.planner.techniques)
     first, *others = _weighed(made, space, plain, memory, prices)
     several: list[Problem] = []
     if (pieces := min(TECHNIQUES.many, examples)) > 1:
         asked = replace(made.planner.techniques, micro_batches=pieces)
         many = space.problem(micro_batches=pieces)
-        several = _weighed(made, space, many, made.memory(space, asked), TECHNIQUES.many_prices)
+        several = _weighed(made, space, many, made.memory(space, asked), TECHNIQUES.many_prices[:most])
     if first is plain:
         hidden = space.problem(TECHNIQUES.alpha)
-        several = [*_weighed(made, space, hidden, memory, TECHNIQUES.hidden_prices), *several]
+        several = [*_weighed(made, space, hidden, memory, TECHNIQUES.hidden_prices[:most]), *several]
     _take(made, name, space, [first, *several, *others])
 
 
@@ -116,7 +120,7 @@ def _weighed(
     space: Space,
     plain: Problem,
     memory: Memory,
-    prices: tuple[tuple[float, float], ...],
+    prices: Prices,
 ) -> list[Problem]:
     """A problem with prices on bytes of states and of activations, in steps that those of its optimum cost: whatever
     the limit of the request is, the choices are the same."""

@@ -22,7 +22,7 @@ def further_ahead(planner: Planner, found: SearchResult, enough: float = math.in
         and found.evaluation is not None
         and found.techniques.prefetch < TECHNIQUES.prefetch
         and fits_in_both(planner, found)
-        and _waits(found, enough)
+        and waits(found, enough)
         and not planner.request.stop.now()
     ):
         under = planner.under(replace(found.techniques, prefetch=found.techniques.prefetch + 1))
@@ -41,7 +41,7 @@ def further_ahead(planner: Planner, found: SearchResult, enough: float = math.in
     return found
 
 
-def _waits(found: SearchResult, enough: float) -> bool:
+def waits(found: SearchResult, enough: float = math.inf) -> bool:
     """Return whether a step may wait for gathered weights, and would be below `enough` if it waited for nothing."""
     assert found.evaluation is not None
     exposed = found.evaluation.exposed_seconds
@@ -51,4 +51,4 @@ def _waits(found: SearchResult, enough: float) -> bool:
     return gathers > TECHNIQUES.worth * step_of(found)
 
 
-__all__ = ["further_ahead"]
+__all__ = ["further_ahead", "waits"]

@@ -86,6 +86,7 @@ def test_what_is_searched_once_more_is_gathered_further_ahead_too(monkeypatch: p
 
     planner: Any = SimpleNamespace(
         under=under,
+        size=1,
         request=SimpleNamespace(stop=Stop(), memory_bytes=1.0),
         peak_bytes=lambda one: 0.5,
         tell=lambda *_: None,
