@@ -303,6 +303,8 @@ class StagesBudget:
     bound_close: float = 0.02
     # Actions of a schedule whose order comes of a race: with more it takes minutes to find.
     raced_actions: int = 1 << 10
+    # Searches, each within what the one before it was over, until a pipeline fits.
+    smaller_limits: int = 3
     # Splits into stages that are looked at for the memory they need.
     splits: int = 4
     # Of the room: stages whose sums are below it fit without a look at their program.

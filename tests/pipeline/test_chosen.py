@@ -82,7 +82,7 @@ def test_no_choice_is_over_the_limit() -> None:
     assert plan.claims["peak_bytes"] <= limit
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_larger_limit_never_gives_a_worse_plan() -> None:
     """Half of the memory once gave one stage at 1.26 s, four tenths two at 0.78 s: three pipelines did not fit after
     all, and the search was over."""

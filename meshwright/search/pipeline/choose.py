@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import OPTIMIZER, Techniques
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operator_tables import PRODUCTS
-from meshwright.errors import PlanError
+from meshwright.errors import DoesNotFit, PlanError
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.batch import batch_rows, example_reducers
 from meshwright.pipeline.meshes import AXIS
@@ -149,14 +150,28 @@ def _searched(
     return otherwise() if chosen is None else world.bounded(chosen, alone)
 
 
-def _best(
+def _best(wanted: Wanted, world: _World, made: Plan | None) -> Plan | None:
+    """The best plan in stages that is worth it, if any is; ended early, the best so far. Where none fits after all, the
+    search goes on below what it took them for."""
+    best: Plan | None = None
+    for _ in range(STAGES.smaller_limits):
+        over: list[float] = []
+        best = _quickest(wanted, world, made, over)
+        if best is not None or not over or world.request.stop.now():
+            break
+        world = world.within((1 - STAGES.limit_step) * min(over))
+    return best
+
+
+def _quickest(
     wanted: Wanted,
     world: _World,
     made: Plan | None,
+    over: list[float],
     hurried: bool = True,
 ) -> Plan | None:
-    """The best plan in stages that is worth it, if any is; ended early, the best so far. `hurried`: whether the search
-    for configurations may end before any of them is planned."""
+    """The best plan in stages within the limit of a world; `over` gets what was expected of those that do not fit.
+    `hurried`: whether the search for configurations may end before any of them is planned."""
     if made is None and world.least_bytes > (world.request.memory_bytes or float("inf")):
         return None
     enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
@@ -195,13 +210,16 @@ def _best(
         try:
             inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
             other = split_as_found(wanted, inside, taken, asked)
+        except DoesNotFit:
+            over.append(found.peak_bytes)
+            continue
         except PlanError:
             continue
-        name, lag = found.outer.schedule.name, other.claims["step_seconds"] / found.seconds
+        name, step = found.outer.schedule.name, other.claims["step_seconds"]
+        lag = step / found.seconds
         late[name] = min(lag, late.get(name, lag))
-        if not _better(other, request, enough):
+        if not _better(other, _request(wanted), enough):
             continue
-        step = other.claims["step_seconds"]
         fitting.append((found, step))
         if best is None or step < best.claims["step_seconds"]:
             given = replace(other.techniques, given=techniques.given)
@@ -215,7 +233,7 @@ def _best(
             stop.offer(step, best)
             request.report(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     if best is None and made is None and hurried and stop.now(known=True):
-        return _best(wanted, world, made, hurried=False)  # none of those found by then fits
+        return _quickest(wanted, world, made, over, hurried=False)  # none of those found by then fits
     return best
 
 
@@ -229,6 +247,12 @@ class _World:
         products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
         self.layers = len({layer.name for layer in layers_of(graph)}) or products
         self._planners: dict[tuple[int, ...], Planner] = {}
+
+    def within(self, memory_bytes: float) -> _World:
+        """The same with another limit."""
+        other = copy.copy(self)
+        other.request, other._planners = replace(self.request, memory_bytes=memory_bytes), {}
+        return other
 
     def planner(self, cluster: Cluster) -> Planner:
         """The planner of the ranks that share a stage."""
