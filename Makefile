@@ -3,6 +3,7 @@
 #
 #   make demo    a model planned, proved and run on four processes of this machine
 #   make test    every rule, technique, schedule, mode and refusal once; make test-all: each of them in all its cases
+#   make test-slow  thousands of combinations of these, in an hour or two
 #   make lint    format, lint, types, layers, private imports
 #   make gpu     what a CUDA device shows, with an installed torch and no network: build/gpu/gpu.md and gpu.json
 #   make docs    the documentation site, into site/
@@ -15,7 +16,7 @@ READY   = .venv/.installed
 DOCS    = build/docs-venv
 JOBS   ?= 2
 
-.PHONY: demo test test-rest test-all k8s-test lint format bench gpu zoo docs clean
+.PHONY: demo test test-rest test-all test-slow k8s-test lint format bench gpu zoo docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -39,6 +40,9 @@ test-rest: $(READY)
 	$(call PASSES,full)
 
 test-all: test test-rest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not procs and not gpu" --ignore tests/k8s $(ARGS) || [ $$? -eq 5 ]
 
 # Some fifteen minutes the first time: the control plane goes into ~/.cache/meshwright/k8s. With KUBECONFIG and
 # K8S_TEST_IMAGE, an image that its nodes can pull, the tests run in that cluster.

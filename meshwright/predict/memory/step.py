@@ -7,6 +7,7 @@ start) until the update. Nothing runs: sizes are those of the local graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -259,14 +260,17 @@ class StepWalk(ForwardWalk):
     def update(self) -> None:
         self.heap.at("update")
         self.heap.on_host = False
-        sizes = [self.updated_bytes(n) for n in self.trained if not self._updated_on_host(n)]
+        mine = (i.name for i in self.graph.inputs if i.name in self.trained)
+        sizes = [self.updated_bytes(n) for n in mine if not self._updated_on_host(n)]
         present = (
             0 if self.offloaded else sum(self.updated_bytes(n) for n in self.trained & self.host_parameters)
         )
         weights = self.heap.new(present)  # copies of offloaded weights on the device
         if sizes:
-            copied = sum(sizes) if self.optimizer.at_once else max(sizes)
-            self.heap.passing(copied * self.optimizer.temporaries)
+            times = self.optimizer.temporaries
+            # One by one, the last temporary of a parameter is there until the next one's replaces it.
+            each = [times * n + (times > 1) * before for before, n in itertools.pairwise([0, *sizes])]
+            self.heap.passing(times * sum(sizes) if self.optimizer.at_once else max(each))
         self.heap.drop(weights)
         self.heap.at("gather, update")
         self.update_parts.gather(self.heap)
