@@ -4,8 +4,8 @@ counts (its answers have the right shapes, so a rank of many allocates what it w
 from __future__ import annotations
 
 import functools
-import itertools
 import gc
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
