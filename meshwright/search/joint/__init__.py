@@ -69,7 +69,10 @@ def joint(
                     return _unopened(search, _bounded(planner, search.space, known))
                 if planner.size > AUTO.lighter_size and not planner.request.stop.now():
                     # The front has what the search without techniques would take half a minute for.
-                    return _turns(planner, _bounded(planner, search.space, _again(planner, known)))
+                    best = _again(planner, known)
+                    best = planner.under(best.techniques).settled(best)
+                    if fits_in_both(planner, best):
+                        return _turns(planner, _bounded(planner, search.space, best))
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
             base = further_ahead(planner, auto(planner, below))
