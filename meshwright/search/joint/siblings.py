@@ -26,7 +26,7 @@ def sibling_seconds(
 ) -> float:
     """The most seconds of what was `seen` of siblings, with no more slices and no more on the host, each less what it
     `must_take` longer; 0 without any. One that had no room to gather weights further ahead says nothing of others."""
-    most = 0.0
+    most, mine = 0.0, must_take(candidate, techniques)
     for (other, asked), found in seen.items():
         if other.name != candidate.name or not _gathers_as_long(other, candidate):
             continue
@@ -34,8 +34,8 @@ def sibling_seconds(
             continue
         if not fits_in_both(planner, found) or (found.techniques.prefetch == 1 and waits(found)):
             continue
-        longer = must_take(other, asked), must_take(candidate, techniques)
-        most = max(most, step_of(found) - sum(max(0.0, a - b) for a, b in zip(*longer, strict=True)))
+        longer = zip(must_take(other, asked), mine, strict=True)
+        most = max(most, step_of(found) - sum(max(0.0, its - own) for its, own in longer))
     return (1 - TECHNIQUES.sibling_doubt) * most
 
 
