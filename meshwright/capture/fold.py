@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.folding import Block, Folding
+from meshwright.core.folding import Block, Folding, signature
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 
 MAX_PERIODS = 48
@@ -107,7 +107,7 @@ def _numbers(graph: Graph) -> _View:
     last: dict[Wire, int] = {}
     types = graph.types
     for number, node in enumerate(graph.nodes):
-        tokens.append(known.setdefault((_signature(node), tuple([types[u] for u in node.uses])), len(known)))
+        tokens.append(known.setdefault((signature(node), tuple([types[u] for u in node.uses])), len(known)))
         wires.append(tuple([place[u] for u in node.uses]))
         for wire in wires[-1]:
             last[wire] = number
@@ -120,23 +120,6 @@ def _numbers(graph: Graph) -> _View:
             live[stop + 1] -= 1
     inputs = tuple(f"{i.role} {i.type} {i.needs_grad}" for i in graph.inputs)
     return _View(graph.nodes, np.array(tokens, dtype=np.int64), tuple(wires), inputs, np.cumsum(live))
-
-
-def _signature(node: Node) -> Any:
-    """Return all of a node except its wiring, name, source line, and seed slot."""
-    args = node.args[:2] if node.op == "meshwright.dropout" else node.args
-    kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
-    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad, node.marks
-
-
-def _plain(value: Any) -> Any:
-    """Return a literal without references. Equal numbers of different types stay different."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([_plain(v) for v in value])
-    if kind is Ref:
-        return Ref
-    return value if kind is int or kind is str or value is None else (kind, repr(value))
 
 
 def _text(node: Node) -> str:

@@ -6,10 +6,11 @@ the ports that read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
-from meshwright.core.graph import Graph
+from meshwright.core.graph import Graph, Node, Ref
 from meshwright.errors import PlanError
 
 
@@ -78,6 +79,23 @@ def _differs(why: str) -> PlanError:
     )
 
 
+def signature(node: Node) -> Hashable:
+    """Return all of a node except its wiring, name, module, source line, and seed slot."""
+    args = node.args[:2] if node.op == "meshwright.dropout" else node.args
+    kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
+    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad, node.marks
+
+
+def _plain(value: Any) -> Hashable:
+    """Return a literal without references. Equal numbers of different types stay different."""
+    if isinstance(value, tuple):
+        return tuple([_plain(v) for v in cast("tuple[Any, ...]", value)])
+    if isinstance(value, Ref):
+        return Ref
+    kind = cast("type[object]", type(value))
+    return value if kind is int or kind is str or value is None else (kind, repr(value))
+
+
 def layer_of(module: str) -> str:
     """Return the layer of a module, up to the first number in its name; empty outside of layers."""
     parts = module.split(".")
@@ -85,4 +103,4 @@ def layer_of(module: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-__all__ = ["UNFOLDED", "Block", "Fold", "Folding", "layer_of", "matching_names"]
+__all__ = ["UNFOLDED", "Block", "Fold", "Folding", "layer_of", "matching_names", "signature"]

@@ -11,6 +11,7 @@ from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
 from meshwright.search.compute_bound import Least
 from meshwright.search.deadline import within_time
+from meshwright.search.equal_layers import ties_of
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.assign import check_alone, check_axis
@@ -23,7 +24,6 @@ from meshwright.search.pipeline.choose import (
 from meshwright.search.pipeline.in_stages import plan_in_stages, plan_on_own_meshes
 from meshwright.search.pipeline.refused import or_what_fits
 from meshwright.search.server_tables import or_servers, with_servers
-from meshwright.search.space.wiring import Ties
 from meshwright.search.wanted import Wanted, mesh_from
 
 
@@ -53,7 +53,7 @@ def _with_bound(made: Plan, wanted: Wanted) -> Plan:
     if request is None or step is None or not request.stop.over or "bound_seconds" in made.claims:
         return made
     folds = folded(wanted.graph, wanted.folding)
-    ties, states = Ties(folds.same, folds.weight), request.optimizer_states
+    ties, states = ties_of(folds), request.optimizer_states
     bound = Least(folds.graph, factors_of(folds.graph), ties, request.cluster, states).anywhere()
     gaps = {**made.claims.get("gaps", {}), **({"joint": max(0.0, step / bound - 1)} if bound > 0 else {})}
     return replace(made, claims={**made.claims, "bound_seconds": bound, "gaps": gaps})

@@ -116,8 +116,8 @@ class Evaluator:
         where = max(sizes, key=lambda instant: sizes[instant])
         timed = timed and sizes[where] <= most
         step = self._step(short, longer, times) if timed else None
-        last = {self._stands(i) for long in longer for i in long.most if i not in short.most}
-        inside = [one for i, each in lines.items() if self._stands(i) in {"update", *last} for one in each]
+        last = {"update", *(self._stands(i) for long in longer for i in long.most if i not in short.most)}
+        inside = [one for i, each in lines.items() if self._stands(i) in last for one in each]
         return Evaluation(
             step.step_seconds if step else math.inf,
             float(sizes[where]),

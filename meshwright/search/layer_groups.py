@@ -34,7 +34,7 @@ class Folded:
     1 elsewhere). `value_weight`: value or input → how many of the full graph are read by the same kinds of readers:
     a value that a first copy hands on counts for all that are handed on within the run. `same`: node, result or
     own input of a second copy → that of the first copy, which takes the same strategy. `nodes` and `inputs`: name in
-    the full graph → the name here that stands for it.
+    the full graph → the name here that stands for it. `kinds`: nodes that differ in more than the graph says (pins).
     """
 
     graph: Graph
@@ -45,6 +45,7 @@ class Folded:
     nodes: Mapping[str, str]
     inputs: Mapping[str, str]
     runs: tuple[_Run, ...] = ()
+    kinds: Mapping[str, Hashable] = field(default_factory=dict)
 
     @property
     def repeats(self) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ def folded(graph: Graph, folding: Folding, kinds: Mapping[str, Hashable] | None 
     runs = [run for number in range(len(folding.blocks)) for run in view.runs(number)]
     if all(run.count < 2 for run in runs):
         return without_folds(graph)
-    return _reduced(view, runs)
+    return replace(_reduced(view, runs), kinds=kinds or {})
 
 
 @cached_on_first

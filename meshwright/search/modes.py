@@ -185,12 +185,8 @@ def _with_choice(plan: Plan, folds: Folded, found: SearchResult) -> Plan:
     names = {**folds.values, **folds.inputs}
     hubs = {name: found.choice.hubs[here] for name, here in names.items() if here in found.choice.hubs}
     again = frozenset(name for name, here in names.items() if here in found.choice.again)
-    others = next_best(found)
-    nexts = {
-        name: others[first]
-        for name, here in folds.nodes.items()
-        if (first := folds.same.get(here, here)) in others
-    }
+    others, first = next_best(found), found.space.ties.first
+    nexts = {name: others[first(here)] for name, here in folds.nodes.items() if first(here) in others}
     claims = {k: v for k, v in found.claims.items() if k != "choices"}
     plan = replace(plan, hubs=hubs, again=again, claims=claims, nexts=nexts, techniques=found.techniques)
     return plan.with_notes(*found.claims.get("choices", ()))

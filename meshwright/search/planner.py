@@ -17,6 +17,7 @@ from meshwright.redistribute.price_matrix import Table
 from meshwright.search.budget import AUTO, RECURSION
 from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
+from meshwright.search.equal_layers import ties_of
 from meshwright.search.evaluate import Evaluation, Evaluator
 from meshwright.search.layer_groups import Folded
 from meshwright.search.pins import Seeds
@@ -32,7 +33,7 @@ from meshwright.search.space.memory import demands_of, fixed_bytes, instants, me
 from meshwright.search.space.micro_batches import MicroBatches
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.variables import ArraySpace, Choice
-from meshwright.search.space.wiring import Ties, Wiring
+from meshwright.search.space.wiring import Wiring
 from meshwright.search.stop import Stop
 from meshwright.search.techniques.elsewhere import Elsewhere
 from meshwright.search.techniques.offload import elsewhere
@@ -106,7 +107,7 @@ class Planner:
     ) -> None:
         """`hosts`: the nodes of the context's graph that the host runs."""
         self.context, self.seeds, self.request, self.hosts = context, seeds, request, hosts
-        self.ties = Ties(folds.same, folds.weight)
+        self.ties = ties_of(folds)
         self.folds, self.techniques = folds, request.techniques
         self.evaluator = self._evaluator()
         self.nodes = len(folds.full.nodes)

@@ -22,6 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.search.budget import STAGES, TECHNIQUES
 from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
+from meshwright.search.equal_layers import ties_of
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.layer_groups import folded
@@ -33,7 +34,6 @@ from meshwright.search.pipeline.in_stages import plan_in_stages, split_as_found
 from meshwright.search.pipeline.stages import Staged, stages
 from meshwright.search.pipeline.uneven import Uneven
 from meshwright.search.planner import Planner, Request
-from meshwright.search.space.wiring import Ties
 from meshwright.search.techniques.layers import layers_of
 from meshwright.search.wanted import Wanted
 
@@ -275,8 +275,7 @@ class _World:
     def bounds(self) -> Bounds:
         """Bounds of all configurations of stages."""
         request, graph = self.request, self.folds.graph
-        ties = Ties(self.folds.same, self.folds.weight)
-        least = Least(graph, self.factors, ties, request.cluster, request.optimizer_states)
+        least = Least(graph, self.factors, ties_of(self.folds), request.cluster, request.optimizer_states)
         asked = request.techniques
         pieces: tuple[int, ...] = (asked.micro_batches,)
         if "micro_batches" not in asked.given:
