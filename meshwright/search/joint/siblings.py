@@ -12,6 +12,7 @@ from dataclasses import replace
 from meshwright.core.techniques import Techniques
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
+from meshwright.search.joint.dimensions import has_no_less_on_host
 from meshwright.search.joint.prefetch import waits
 from meshwright.search.memory_limit import fits_in_both, step_of
 from meshwright.search.planner import Planner, SearchResult
@@ -50,7 +51,7 @@ def _is_plainer(one: Techniques, other: Techniques) -> bool:
     here = replace(
         other, offload=words, slice_activation=sliced, recompute=one.recompute, prefetch=one.prefetch
     )
-    return one == here and sliced <= other.slice_activation and {*words} <= {*other.offload}
+    return one == here and sliced <= other.slice_activation and has_no_less_on_host(other.offload, words)
 
 
 __all__ = ["sibling_seconds"]

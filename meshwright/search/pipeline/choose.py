@@ -102,9 +102,7 @@ def beside_stages(wanted: Wanted) -> Plan:
         return plan_in_stages(wanted).with_notes(f"{nothing}: {why}")
     # What does not fit as it is may do with what is chosen.
     alone, refused = _tried(plan_in_stages, wanted) if "micro_batches" in techniques.given else (None, None)
-    made, limit = alone, request.memory_bytes
-    if alone is not None and limit is not None and alone.claims["peak_bytes"] > limit:
-        made = None
+    made = alone if alone is not None and _fits(alone, request) else None
     world = _World(
         graph,
         wanted.folding,
@@ -218,7 +216,10 @@ def _quickest(
         name, step = found.outer.schedule.name, other.claims["step_seconds"]
         lag = step / found.seconds
         late[name] = min(lag, late.get(name, lag))
-        if not _better(other, _request(wanted), enough):
+        if not _fits(other, _request(wanted)):
+            over.append(found.peak_bytes)
+            continue
+        if step >= enough:
             continue
         fitting.append((found, step))
         if best is None or step < best.claims["step_seconds"]:
@@ -343,10 +344,8 @@ def _asked(found: Staged, techniques: Techniques) -> Techniques:
     return replace(techniques, **said, given=techniques.given | set(said))
 
 
-def _better(plan: Plan, request: Request, enough: float) -> bool:
-    limit = request.memory_bytes
-    fits = limit is None or plan.claims["peak_bytes"] <= limit
-    return fits and plan.claims["step_seconds"] < enough
+def _fits(plan: Plan, request: Request) -> bool:
+    return request.memory_bytes is None or plan.claims["peak_bytes"] <= request.memory_bytes
 
 
 __all__ = ["CHOSEN", "beside_stages", "may_choose_beside_stages", "may_have_stages", "with_stages"]
