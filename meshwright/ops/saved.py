@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.graph import DTYPES, Node, of_aten
+from meshwright.core.graph import DTYPES, Graph, Node, of_aten
+from meshwright.core.remembered import cached_on_first
 from meshwright.ops.kept_by_recurrent import kept_by_recurrent
 from meshwright.ops.saved_extra import EXTRA, Types, first, itemsize, rows_of
 
@@ -212,6 +213,13 @@ def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = ""
         tuple(number for number in outputs if number < len(node.outputs)),
         extra_bytes,
     )
+
+
+@cached_on_first
+def saved_in(graph: Graph) -> Mapping[str, Saved]:
+    """Return what autograd saves of each node of a graph, by the table."""
+    types, graded = graph.types, graph.needs_grad
+    return {node.name: saved(node, types, [u in graded for u in node.uses]) for node in graph.nodes}
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from meshwright.core.folding import layer_of
 from meshwright.core.graph import DTYPES, MOVES, RESHARD, TRANSFERS, Graph, Node
 from meshwright.core.layout import TensorLayout
 from meshwright.core.mesh import Mesh
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.partition.backward_demand import FirstReaders, demand_within
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.interleave import named
@@ -96,8 +96,7 @@ def _own(node: Node, graph: Graph) -> set[str]:
     """
     if node.op in MOVES:
         return set()
-    kept = saved(node, graph.types, [use in graph.needs_grad for use in node.uses])
-    return {node.values[number] for number in kept.outputs}
+    return {node.values[number] for number in saved_in(graph)[node.name].outputs}
 
 
 def _alike(value: str, resharded: Resharded, mesh: Mesh) -> bool:

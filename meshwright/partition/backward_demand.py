@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.core.graph import MOVES, RESHARD, Graph, Node
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.partition.recompute import VIEWS
 
@@ -86,7 +86,7 @@ class _Walk:
     def _computed(self, node: Node, place: int) -> int | None:
         """Return where the arguments of an operator are needed because of its results or of its own backward."""
         graph, graded = self.resharded.graph, any(node.needs_grad)
-        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        kept = saved_in(graph)[node.name]
         if graded:
             self._ask([node.uses[p] for p in kept.inputs], place)
             self._ask([node.values[n] for n in kept.outputs], place)

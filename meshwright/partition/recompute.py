@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from meshwright.core.graph import PIN, RESHARD, TRANSFERS, Graph
 from meshwright.core.layout import TensorLayout, leaves
 from meshwright.core.mesh import Mesh
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.ops.strategy import Ports
 from meshwright.redistribute import Reshard
 
@@ -64,9 +64,7 @@ def readers_alike(
                 same, mine = True, (layouts[node.name],)
             else:
                 same, mine = node.op in VIEWS, (*ports[node.name].inputs, *ports[node.name].outputs)
-                grads = [use in graph.needs_grad for use in node.uses]
-                kept = saved(node, graph.types, grads).inputs
-                wanted |= any(node.needs_grad) and port in kept
+                wanted |= any(node.needs_grad) and port in saved_in(graph)[node.name].inputs
             if same is None or not all(has_even_blocks(layout, mesh) for layout in mine):
                 return wanted, False
             if same:  # it reads nothing else, so it is met once

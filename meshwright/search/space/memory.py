@@ -23,7 +23,7 @@ from meshwright.core.placement import hosted_values
 from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operator_tables import PIECES, PRODUCTS, REPEATS, VIEWS
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.partition.buckets import alone_bytes
 from meshwright.predict.memory.allocator import optimizer_on
 from meshwright.redistribute.price_matrix import Value
@@ -167,7 +167,7 @@ def _charges(
     end: _End,
 ) -> Iterator[Charge]:
     """Those of all operators, as often as they are in the model."""
-    keepers = _keepers(graph)
+    keepers, saves = _keepers(graph), saved_in(graph)
     for node in graph.nodes:
         if node.name in hosts:
             continue
@@ -192,8 +192,7 @@ def _charges(
         if not node.uses:
             continue
         read = ties.first(node.uses[0])
-        wanted = [u in graph.needs_grad for u in node.uses]
-        kept = saved(node, graph.types, wanted)
+        kept = saves[node.name]
         remade = any(value in again for value in node.values)
         if kept.extra_bytes and (here or not remade):
             each, port = kept.extra_bytes / whole_elements(values[read]), kept.extra_port
@@ -205,7 +204,7 @@ def _charges(
         kept_too = any(port == 0 and name not in again for port, name, *_ in keepers.get(node.name, ()))
         if node.name == end.loss and not kept_too:
             yield Charge(first, 0, read, end.each(loss=each))
-        if node.name == end.head and wanted[0]:
+        if node.name == end.head and node.uses[0] in graph.needs_grad:
             yield Charge(first, 0, read, end.each(head=each))
 
 
@@ -329,6 +328,7 @@ def whole_elements(value: Value) -> float:
     return float(math.prod(sum(map(math.prod, item)) for item in value.sizes))
 
 
+@cached_on_first
 def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
     """Node → (port, value, share, own) of what autograd keeps. Those that keep one tensor, or views of it, share it
     equally. `own`: the operator that makes it keeps it, so that it stays on the device in full.
@@ -345,7 +345,7 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
             root[value] = root.get(base, base)
     kept: dict[str, list[tuple[str, int, str]]] = defaultdict(list)
     for node in graph.nodes:
-        found = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        found = saved_in(graph)[node.name]
         own = [(port, node.uses[port]) for port in dict.fromkeys(found.inputs)]
         own += [(len(node.uses) + number, node.values[number]) for number in found.outputs]
         for port, name in own:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.graph import Graph, Node
 from meshwright.cost.operator_tables import VIEWS
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.search.space.blocking import waited_edges
 from meshwright.search.space.cache import owners_of
 
@@ -152,8 +152,7 @@ def is_kept(graph: Graph, name: str) -> bool:
 
 def keeps(graph: Graph, node: Node, port: int) -> bool:
     """True if autograd saves the operand of an operator at a port, for itself or for a reader through a view."""
-    wanted = [u in graph.needs_grad for u in node.uses]
-    if any(node.needs_grad) and port in saved(node, graph.types, wanted).inputs:
+    if any(node.needs_grad) and port in saved_in(graph)[node.name].inputs:
         return True
     return node.op in VIEWS and any(is_kept(graph, value) for value in node.values)
 

@@ -9,7 +9,7 @@ from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
 from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import matches
 from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 
 END = f"{AGAIN_MARK}end"
 LEAST = 3  # operators in a layer that is worth its name
@@ -153,7 +153,7 @@ def _kept_bytes(graph: Graph) -> Mapping[str, int]:
     kept: dict[str, int] = {}
     seen: set[str] = set()
     for node in graph.nodes:
-        found = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        found = saved_in(graph)[node.name]
         kept[node.name] = kept.get(node.name, 0) + found.extra_bytes
         for value in (*(node.uses[p] for p in found.inputs), *(node.values[o] for o in found.outputs)):
             root = root_of(graph, value)

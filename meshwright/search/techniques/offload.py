@@ -21,7 +21,7 @@ from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques, matc
 from meshwright.cost.strides import copying_views
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.saved import saved
+from meshwright.ops.saved import saved_in
 from meshwright.ops.strategy import Ports, layouts
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
@@ -85,7 +85,7 @@ def kept_values(graph: Graph, plan: Plan) -> list[str]:
     again = {v for v, how in plan.keeps.items() if how == AGAIN}
     asked: set[str] = set()
     for node in reversed(graph.nodes):
-        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        kept = saved_in(graph)[node.name]
         asked.update(node.uses[port] for port in kept.inputs)
         asked.update(node.values[number] for number in kept.outputs)
         remade, wanted = not again.isdisjoint(node.values), not asked.isdisjoint(node.values)

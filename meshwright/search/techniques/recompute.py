@@ -19,7 +19,7 @@ from meshwright.core.techniques import RECOMPUTE
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operator_tables import CONVOLUTIONS, PRODUCTS
 from meshwright.errors import PlanError, did_you_mean
-from meshwright.ops.saved import has_line, saved
+from meshwright.ops.saved import has_line, saved_in
 from meshwright.partition.backward_demand import demand_of
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
@@ -119,7 +119,7 @@ def selective(graph: Graph, layers: Sequence[Layer]) -> set[str]:
     cheap = {n.name for n in graph.nodes if n.op not in DEAR and has_line(n.op) and n.name in near}
     keepers: set[str] = set()  # values whose memory autograd keeps for somebody
     for node in graph.nodes:
-        kept = saved(node, graph.types, [u in graph.needs_grad for u in node.uses])
+        kept = saved_in(graph)[node.name]
         for value in (*(node.uses[p] for p in kept.inputs), *(node.values[o] for o in kept.outputs)):
             keepers.add(root_of(graph, value))
     there = {i.name for i in graph.inputs}  # what backward has, or makes from what it has
