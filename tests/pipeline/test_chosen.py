@@ -274,7 +274,7 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
     nothing_in_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked, told = [], []
-    search, better, tell = chosen.stages, chosen._better, chosen.explain_stages
+    search, within, tell = chosen.stages, chosen._fits, chosen.explain_stages
     refused: list[float] = []
 
     def searched(*given, **named):
@@ -285,14 +285,14 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
         if not refused:
             refused.append(plan.claims["step_seconds"])
             return False
-        return better(plan, *others)
+        return within(plan, *others)
 
     def telling(best, found, given):
         told.append((best, list(found)))
         return tell(best, found, given)
 
     monkeypatch.setattr(chosen, "stages", searched)
-    monkeypatch.setattr(chosen, "_better", fits)
+    monkeypatch.setattr(chosen, "_fits", fits)
     monkeypatch.setattr(chosen, "explain_stages", telling)
     plan = small(1e3)
     (best, found), *_ = told

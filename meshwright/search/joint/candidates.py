@@ -100,20 +100,18 @@ def alike(one: Candidate, other: Candidate) -> bool:
 
 def examples_of(planner: Planner, space: Space, states: tuple[int, ...]) -> int:
     """How many examples a rank has, at most."""
-    choice, mesh, factors = space.choice(states), planner.context.mesh, planner.context.factors
+    mesh, factors = planner.context.mesh, planner.context.factors
     units = planner.kept.once(
         "units of examples",
-        lambda: {name: next(batch_units(site, factors), None) for name, site in factors.sites.items()},
+        lambda: {name: next(batch_units(factors.sites[name], factors), None) for name in space.nodes},
     )
-    least, seen = TECHNIQUES.micro_batches, set[tuple[int, int]]()
-    for node in space.graph.nodes:
-        site, strategy, counted = factors.sites[node.name], choice.strategies[node.name], units[node.name]
-        if counted is None or (id(site.trees), id(strategy)) in seen:
+    least = TECHNIQUES.micro_batches
+    for name, counted in units.items():
+        if counted is None:
             continue
-        seen.add((id(site.trees), id(strategy)))
         letter, unit = counted
-        splits = dict(strategy.splits)
-        parts = [at_path(splits.get(letter, site.trees[letter]), path) for path in unit]
+        splits = dict(space.strategy(name, states).splits)
+        parts = [at_path(splits.get(letter, factors.sites[name].trees[letter]), path) for path in unit]
         least = min([least, *(part.size // mesh.count(part.axes) for part in parts)])
     return max(1, least)
 

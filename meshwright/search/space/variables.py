@@ -146,6 +146,11 @@ class Variables:
 
     # ------------------------------------------------------------------------------------------------ the choice
 
+    def strategy(self, node: str, states: Sequence[int]) -> Strategy:
+        """The strategy of a node that is no copy of another."""
+        found = self.nodes[node]
+        return strategy_of(found.codes, found.rows[states[self.variable["node", node]]], self.mesh)
+
     def choice(self, states: Sequence[int]) -> Choice:
         """The strategies, storage and hubs that states stand for, for every name of the graph."""
         first = self.ties.first
@@ -155,8 +160,7 @@ class Variables:
         for node in self.graph.nodes:
             name = first(node.name)
             if name not in made:
-                found = self.nodes[name]
-                made[name] = strategy_of(found.codes, found.rows[state["node", name]], self.mesh)
+                made[name] = self.strategy(name, states)
             strategies[node.name] = made[name]
         hubs: dict[str, TensorLayout] = {}
         for value in self.graph.producers:

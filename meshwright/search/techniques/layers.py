@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -141,6 +142,7 @@ def _prefix(module: str, level: int) -> str:
     return ".".join(parts[:level])
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _matched(module: str, pattern: str) -> str:
     """The outermost module around an operator that a pattern names."""
     parts = module.split(".") if module else []
