@@ -10,6 +10,7 @@ Medians over repeats of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -19,14 +20,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
+from torch.multiprocessing.spawn import spawn
 
 from meshwright.core.collectives import PRICED
 from meshwright.redistribute.prices import rounds
 from meshwright.redistribute.steps import wire_elements
+from meshwright.runtime.stores import FileStore
 
 SIZES = [1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24]  # bytes of the larger tensor of a rank
 reduce_scatter = (
@@ -61,7 +63,7 @@ def operation(kind: str, rank: int, ranks: int, count: int) -> Callable[[], obje
 
 def measure(rank: int, ranks: int, store_file: str, repeats: int, results: object) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=FileStore(store_file, ranks), rank=rank, world_size=ranks)
     for kind in PRICED:
         for size in SIZES:
             call = operation(kind, rank, ranks, size // 4)
@@ -89,7 +91,7 @@ def sent_bytes(kind: str, ranks: int, size: int) -> float:
         case "reduce_scatter":
             return wire_elements(kind, ranks, size, size // ranks)
         case "all_to_all":
-            return wire_elements(kind, ranks, size, size, size // ranks)
+            return wire_elements(kind, ranks, size, size)
         case "send":
             return float(size)
         case _:
@@ -115,12 +117,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
 
-    manager = mp.Manager()
+    manager = multiprocessing.Manager()
     results = manager.dict()
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (ranks, f"{folder}/store", options.repeats, results)
-            mp.spawn(measure, args=arguments, nprocs=ranks)
+            spawn(measure, args=arguments, nprocs=ranks)
     found = dict(results)
     table = Table(title=f"gloo, median ms, {os.cpu_count()} cores")
     for heading in ("kind", "ranks", *(f"{s >> 10} KiB" for s in SIZES), "fit: µs/round", "GB/s"):

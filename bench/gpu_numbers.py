@@ -17,6 +17,7 @@ from bench.gpu_checks import Found, Part, Place, Skip
 from bench.ranks import on_ranks
 from meshwright.examples import gpt, mlp, recommender
 from meshwright.runtime.host_link import HostLink, empty_on_host
+from meshwright.runtime.stores import FileStore
 
 STEPS = 3
 LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of losses and parameters after STEPS, relative to the largest above 1
@@ -138,7 +139,7 @@ def in_group_of_one(backend: str, kind: str) -> Found:
     if kind == "cuda":
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder, "store")), 1)
+        store = FileStore(str(Path(folder, "store")), 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         x, made = torch.arange(8.0, device=device), []
         for name, collective in _collectives(x).items():

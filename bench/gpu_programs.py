@@ -73,7 +73,7 @@ def vit(layers: int, width: int, batch: int, image: int, patch: int) -> Built:
     torch.manual_seed(0)
     config = t.ViTConfig(
         hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=max(4, width // 64), image_size=image, patch_size=patch, num_labels=12,
+        num_attention_heads=max(4, width // 64), image_size=image, patch_size=patch, num_labels=12,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return t.ViTForImageClassification(config).train(), _images(batch, image), zoo.hugging_face_loss
 
@@ -84,7 +84,10 @@ def resnet(depths: tuple[int, ...], widths: tuple[int, ...], batch: int, image: 
 
     torch.manual_seed(0)
     config = t.ResNetConfig(
-        embedding_size=widths[0] // 4, hidden_sizes=list(widths), depths=list(depths), num_labels=12
+        embedding_size=widths[0] // 4,
+        hidden_sizes=list(widths),
+        depths=list(depths),
+        num_labels=12,  # pyright: ignore[reportCallIssue]
     )
     return t.ResNetForImageClassification(config).train(), _images(batch, image), zoo.hugging_face_loss
 

@@ -36,9 +36,9 @@ class Slow(Counter):
 
     def all_reduce(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
         """See `Communicator`."""
-        return self.all_reduce_start(x.clone(), axes).wait()
+        return self.all_reduce_start(x.clone(), axes, op).wait()
 
-    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str]) -> Work:
+    def all_reduce_start(self, x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> Work:
         """See `Communicator`."""
         self.free = max(self.free, time.perf_counter()) + x.numel() * self.seconds_per_element
         return _Late(x, self.free)

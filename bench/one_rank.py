@@ -35,6 +35,7 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.core.graph import Graph
 from meshwright.core.layout import Dim, TensorLayout, map_leaves
 from meshwright.core.layout import leaves as sub_dims
+from meshwright.core.rank_numbers import WorldRank
 from meshwright.core.techniques import Techniques, techniques_from
 from meshwright.cost.cluster import Cluster
 from meshwright.ops.analysis import factors_of
@@ -175,7 +176,7 @@ def run(
     step that it makes."""
     plan, world = parts.requested, parts.requested.ranks
     comm = Counter(world, rank)
-    within = meshes_of(plan).within(rank) if plan.stages else rank
+    within = meshes_of(plan).within(WorldRank(rank)) if plan.stages else rank
 
     def make() -> Step:
         # Every rank gets the global batch; only this rank's shard of a weight is ever made.
@@ -254,7 +255,7 @@ def _expected(parts: Partition, rank: int, within: int) -> Multiset[Call]:
         return Multiset((c.kind, frozenset(c.axes), c.payload_bytes) for c in every)
     programs, schedule = first_micro_batch(parts, within), schedule_of(plan)
     cut = parts.stages(programs.programs[0])
-    place = meshes_of(plan).place(rank)
+    place = meshes_of(plan).place(WorldRank(rank))
     graph = parts.resharded.graph
     maker = next(schedule.ranks[n] for n, stage in enumerate(cut) if graph.loss in stage.ends)
     # What follows from the last micro-batch is done where the loss is made; the loss goes to all places.
@@ -279,7 +280,7 @@ def _peak(parts: Partition, rank: int, within: int, device: str) -> int:
     if not plan.stages:
         return peak(parts, within, optimizer=optimizer_on(device, 2), device=device, staged=False).bytes
     host = Cluster.local(1)  # what a CPU has beside a program does not depend on how many there are
-    return peaks_of(parts, host, staged=False)[meshes_of(plan).place(rank)]
+    return peaks_of(parts, host, staged=False)[meshes_of(plan).place(WorldRank(rank))]
 
 
 def show(ran: Ran) -> list[str]:

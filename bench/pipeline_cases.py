@@ -61,16 +61,18 @@ def rows() -> list[Row]:
 
     def against_torch(ranks: int, case: Case, schedule: str, pieces: int, stages: int = 0) -> Row:
         stages = stages or ranks
-        ways = [Way(schedule, stages, pieces, torch=them) for them in (False, True)]
-        return Row("torch", ranks, case, *ways, f"{schedule}, {pieces} micro-batches")
+        ours, theirs = (Way(schedule, stages, pieces, torch=them) for them in (False, True))
+        return Row("torch", ranks, case, ours, theirs, f"{schedule}, {pieces} micro-batches")
 
     def zero(ranks: int, case: Case, pieces: int) -> Row:
-        ways = [Way(schedule, ranks, pieces) for schedule in ("zero_bubble", "1f1b")]
-        return Row("zero", ranks, case, *ways, f"zero_bubble over 1f1b, {pieces} micro-batches")
+        one, other = (Way(schedule, ranks, pieces) for schedule in ("zero_bubble", "1f1b"))
+        return Row("zero", ranks, case, one, other, f"zero_bubble over 1f1b, {pieces} micro-batches")
 
     def balanced(ranks: int, pieces: int) -> Row:
-        ways = [Way("1f1b", ranks, pieces, split) for split in (BALANCED, EQUAL)]
-        return Row("balanced", ranks, HEAVY, *ways, f"balanced over equal stages, {pieces} micro-batches")
+        one, other = (Way("1f1b", ranks, pieces, split) for split in (BALANCED, EQUAL))
+        return Row(
+            "balanced", ranks, HEAVY, one, other, f"balanced over equal stages, {pieces} micro-batches"
+        )
 
     return [
         # Short stages, where what each message costs shows, and long ones.

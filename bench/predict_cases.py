@@ -44,7 +44,7 @@ def resnet(batch: int, size: int, widths: tuple[int, ...]) -> Built:
         embedding_size=widths[0],
         hidden_sizes=list(widths),
         depths=[1] * len(widths),
-        num_labels=12,
+        num_labels=12,  # pyright: ignore[reportCallIssue]
         layer_type="basic",
     )
     batch_ = {

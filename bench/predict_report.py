@@ -59,7 +59,7 @@ class Row:
         """Of the measured seconds: those of quiet samples where there are enough."""
         used = self.quiet_samples if self.quiet else [s for s, _ in self.samples]
         if len(used) < 2:
-            return (math.nan,) * 3
+            return math.nan, math.nan, math.nan
         low, middle, high = statistics.quantiles(used, n=4, method="inclusive")
         return low, middle, high
 

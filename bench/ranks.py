@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 import meshwright as mw
+from meshwright.runtime.stores import FileStore
 
 
 def on_ranks(
@@ -33,7 +34,7 @@ def on_ranks(
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_body, args=(ranks, threads, folder, function, arguments, timeout), nprocs=ranks)
+        spawn(_body, args=(ranks, threads, folder, function, arguments, timeout), nprocs=ranks)
         return json.loads(Path(folder, "result").read_text())
 
 
@@ -48,7 +49,7 @@ def _body(
 ) -> None:
     torch.set_num_threads(threads)
     if ranks > 1:
-        store = dist.FileStore(str(Path(folder, "store")), ranks)
+        store = FileStore(str(Path(folder, "store")), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     result = function(*arguments)
     if rank == 0:

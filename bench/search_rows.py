@@ -207,7 +207,7 @@ def _propagation(row: Row, captured: Any, cluster: Any, mesh: Any, clock: Clock)
     first = next(n for n in folds.graph.nodes if n.op in ("aten.linear.default", "aten.mm.default"))
     pins = {f"%{first.name}": {"n": "tp"}}
     context = SearchContext(folds.graph, factors, mesh)
-    clock("solve", lambda: _assign(context, "sharding_propagation", [], pins))
+    clock("solve", lambda: _assign(context, "sharding_propagation", [], pins, 1))
     return {}
 
 

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -79,13 +81,15 @@ def theirs(case: Case, folder: Path) -> tuple[int, Callable[[], Found]]:
     """The same of torch's own."""
     mesh = init_device_mesh("cpu", (RANKS,))
     model, batches, loss = case.build()
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adamw(model.parameters())
-    beside = dist.new_group(backend="gloo")  # what saves beside the steps must not meet their collectives
+    # What saves beside the steps must not meet their collectives.
+    beside = dist.new_group(backend="gloo")
+    assert isinstance(beside, dist.ProcessGroup)
     other, _, _ = case.build()
-    for block in other.blocks:  # type: ignore[union-attr]
+    for block in other.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     # fused and foreach kernels refuse a mix of DTensors and plain tensors
     elsewhere = torch.optim.AdamW(other.parameters(), lr=1e-4, foreach=False)
@@ -106,11 +110,11 @@ def theirs(case: Case, folder: Path) -> tuple[int, Callable[[], Found]]:
 
     def save(name: str) -> None:
         shutil.rmtree(folder / name, ignore_errors=True) if dist.get_rank() == 0 else None
-        checkpoint.save(state(model, optimizer), checkpoint_id=folder / name)
+        save_checkpoint(state(model, optimizer), checkpoint_id=folder / name)
 
     def load(of: torch.nn.Module, by: torch.optim.Optimizer) -> None:
         found = state(of, by)
-        checkpoint.load(found, checkpoint_id=folder / "theirs")
+        load_checkpoint(found, checkpoint_id=folder / "theirs")
         set_state_dict(of, by, model_state_dict=found["model"], optim_state_dict=found["optim"])
 
     save("theirs")
@@ -121,9 +125,7 @@ def theirs(case: Case, folder: Path) -> tuple[int, Callable[[], Found]]:
         writing: list[Any] = []
         found["blocked"] = timed(
             lambda: writing.append(
-                checkpoint.async_save(
-                    state(model, optimizer), checkpoint_id=folder / "beside", process_group=beside
-                )
+                async_save(state(model, optimizer), checkpoint_id=folder / "beside", process_group=beside)
             )
         )
         found["slower"] = _meanwhile(run, lambda: not writing[0].done(), plain)

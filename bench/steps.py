@@ -25,7 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
@@ -148,8 +153,9 @@ def theirs(scheme: str, case: Case) -> Step:
             optimizer = adamw(model.parameters())
         case "tp":
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-            across = {f"attention.{p}": ColwiseParallel() for p in "qkv"} | {"attention.o": RowwiseParallel()}
+            across: dict[str, ParallelStyle] = {f"attention.{p}": ColwiseParallel() for p in "qkv"}
             across |= {
+                "attention.o": RowwiseParallel(),
                 "mlp.gate": ColwiseParallel(),
                 "mlp.up": ColwiseParallel(),
                 "mlp.down": RowwiseParallel(),
@@ -257,7 +263,7 @@ def in_turns(pair: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def timed(step: Step) -> float:
+def timed(step: Callable[[], object]) -> float:
     """Seconds of one step on the slowest rank."""
     gc.collect()
     if dist.is_initialized():

@@ -191,18 +191,18 @@ def _timed(rows: list[Row], rounds: int) -> tuple[dict[int, list[float]], dict[i
 
 
 def _weighed(row: Row, seconds: list[float]) -> Found:
-    predicted: list[int] = []
+    peak = apart = 0
 
     def make() -> Step:
-        step, *peaks = _built(row)
-        predicted.extend(peaks)
+        nonlocal peak, apart
+        step, peak, apart = _built(row)
         return step
 
     try:
         measured = peak_bytes(make, steps=3)
     except mw.MeshwrightError as error:
         return Found(str(row), row.model, [], failed=str(error).partition("\n")[0])
-    return Found(str(row), row.model, seconds, measured, *predicted)
+    return Found(str(row), row.model, seconds, measured, peak, apart)
 
 
 def _built(row: Row) -> tuple[Step, int, int]:
