@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -170,7 +171,7 @@ def _quickest(
 ) -> Plan | None:
     """The best plan in stages within the limit of a world; `over` gets what was expected of those that do not fit.
     `hurried`: whether the search for configurations may end before any of them is planned."""
-    if made is None and world.least_bytes > (world.request.memory_bytes or float("inf")):
+    if made is None and world.least_bytes > world.limit:
         return None
     enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
     before = "nothing fits in one stage"
@@ -184,6 +185,7 @@ def _quickest(
         world.planner,
         world.layers,
         enough=enough,
+        limit=world.limit,
         least=world.bounds.mean,
         uneven=world.uneven_share,
         examples=min(batch_rows(world.folds.graph), default=TECHNIQUES.micro_batches),
@@ -243,6 +245,7 @@ class _World:
 
     def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
         self.request = request
+        self.limit = request.memory_bytes or math.inf
         self.folds = folded(graph, folding)
         self.factors = factors_of(self.folds.graph)
         products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
@@ -250,9 +253,9 @@ class _World:
         self._planners: dict[tuple[int, ...], Planner] = {}
 
     def within(self, memory_bytes: float) -> _World:
-        """The same with another limit."""
+        """The same with another limit: what was found of the parts of the cluster stays."""
         other = copy.copy(self)
-        other.request, other._planners = replace(self.request, memory_bytes=memory_bytes), {}
+        other.limit = memory_bytes
         return other
 
     def planner(self, cluster: Cluster) -> Planner:

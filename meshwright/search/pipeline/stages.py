@@ -93,6 +93,7 @@ def stages(
     planner_of: Callable[[Cluster], Planner],
     layers: int,
     *,
+    limit: float,
     enough: float = math.inf,
     least: Callable[[Outer, int], float] = lambda outer, micro_batches: 0.0,
     uneven: Callable[[Outer, int], float] = lambda outer, micro_batches: 1.0,
@@ -105,16 +106,16 @@ def stages(
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
     `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
-    there can be at most. `least`: what no plan of a configuration with so many micro-batches is quicker than; `uneven`:
-    about how much longer its slowest rank computes than the mean; `examples`: those of the batch; `asked`: how many
-    stages, where there may not be any other number.
+    there can be at most. `limit`: bytes of a rank. `least`: what no plan of a configuration with so many micro-batches
+    is quicker than; `uneven`: about how much longer its slowest rank computes than the mean; `examples`: those of the
+    batch; `asked`: how many stages, where there may not be any other number.
 
     `ended`, called with whether some fit, may end the search with those.
     """
     fitting: list[Staged] = []
     found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
     groups = _groups(cluster, found, examples, least)
-    _simulate(cluster, planner_of, groups, fitting, enough, (least, uneven), tries, ended)
+    _simulate(cluster, planner_of, groups, fitting, enough, limit, (least, uneven), tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)
 
 
@@ -124,6 +125,7 @@ def _simulate(
     groups: list[_Group],
     fitting: list[Staged],
     enough: float,
+    limit: float,
     known_of: tuple[Callable[[Outer, int], float], Callable[[Outer, int], float]],
     tries: int,
     ended: Callable[[bool], bool],
@@ -154,7 +156,6 @@ def _simulate(
         key = row.candidate, row.outer, row.techniques.micro_batches
         if order[0] > fits.get(key, math.inf):
             continue  # more of them saves only what there is
-        limit = row.front.planner.request.memory_bytes or math.inf
         made: Staged | None = None
         if known.peak_bytes(row) <= TECHNIQUES.slack * limit:
             tries -= not known.has(row)
@@ -176,10 +177,12 @@ def _simulate(
             row.front.planner.tell(f"{row.outer.stages} stages", best, None)
     if first is not None and not ended(bool(fitting)):
         rows = [row for row in entries if isinstance(row, _Row)]
-        fitting += [one for one in _beside(first, rows, known, cluster) if one.seconds < enough]
+        fitting += [one for one in _beside(first, rows, known, cluster, limit) if one.seconds < enough]
 
 
-def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -> Iterator[Staged]:
+def _beside(
+    best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster, limit: float
+) -> Iterator[Staged]:
     """Yield, for each dimension, the quickest choice that differs from the best in it alone. It is simulated, so that
     the report shows its true cost."""
     mine = best.place
@@ -189,7 +192,7 @@ def _beside(best: _Row, rows: Sequence[_Row], known: _Known, cluster: Cluster) -
         if row is None or (found := known.evaluated(row)) is None:
             continue
         made = staged(row.front, row.candidate, found, row.outer, cluster, row.uneven)
-        if made.peak_bytes <= (row.front.planner.request.memory_bytes or math.inf):
+        if made.peak_bytes <= limit:
             yield made
 
 
@@ -263,7 +266,8 @@ class _Group:
         """Those with every choice and technique that may be quicker than `enough`."""
         first = self.outers[0][1]
         planner = planner_of(first.inside(cluster))
-        made, over = stage_front(planner), stage_dimensions(planner)
+        made = planner.kept.once("front of stages", lambda: stage_front(planner))
+        over = stage_dimensions(planner)
         schedules = {outer.schedule.name for _, outer in self.outers}
         for number, outer in self.outers:
             bounds: dict[int, float] = {}
