@@ -5,13 +5,15 @@ global. They take the same strategies, so that a search has variables for each k
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from meshwright.core.folding import signature
-from meshwright.core.graph import Graph
 from meshwright.core.remembered import cached_on_first
 from meshwright.ops.analysis import factors_of
-from meshwright.ops.factors import Factors
 from meshwright.search.layer_groups import Folded
 from meshwright.search.space.wiring import Ties
 from meshwright.search.techniques.layers import Layer, layers_of
@@ -26,49 +28,25 @@ def ties_of(folds: Folded) -> Ties:
     """
     if not folds.same:
         return Ties(folds.same, folds.weight)
-    graph, factors = folds.graph, factors_of(folds.graph)
+    graph = folds.graph
+    parameters = {entry.name for entry in graph.input_of("parameter")}
     kinds: dict[Hashable, list[Layer]] = defaultdict(list)
     for layer in layers_of(graph):
-        kinds[_kind(layer, graph, folds, factors)].append(layer)
-    groups = _Groups(graph)
-    for name, first in folds.same.items():
-        groups.join(first, name)
+        kinds[_kind(layer, folds, parameters)].append(layer)
+    equal = list(folds.same.items())
     for first, *others in kinds.values():
+        mine = list(_names(first, parameters))
         for layer in others:
-            for name, other in zip(_names(first, graph), _names(layer, graph), strict=True):
-                groups.join(name, other)
-    return Ties(groups.same, folds.weight)
+            equal += zip(mine, _names(layer, parameters), strict=True)
+    names = dict.fromkeys([*graph.types, *(node.name for node in graph.nodes)])
+    return Ties(_firsts(list(names), equal), folds.weight)
 
 
-class _Groups:
-    """Names that are planned together; the first of a group, in the order of the graph, stands for it."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._parent: dict[str, str] = {}
-        self._place = {name: number for number, name in enumerate(graph.types)}
-        self._place |= {node.name: len(self._place) + k for k, node in enumerate(graph.nodes)}
-
-    def first(self, name: str) -> str:
-        while (above := self._parent.get(name, name)) != name:
-            self._parent[name] = name = self._parent.get(above, above)
-        return name
-
-    def join(self, name: str, other: str) -> None:
-        one, two = sorted((self.first(name), self.first(other)), key=self._place.__getitem__)
-        if one != two:
-            self._parent[two] = one
-
-    @property
-    def same(self) -> dict[str, str]:
-        """Name → the first of its group, for all others."""
-        return {name: self.first(name) for name in self._parent}
-
-
-def _kind(layer: Layer, graph: Graph, folds: Folded, factors: Factors) -> Hashable:
+def _kind(layer: Layer, folds: Folded, parameters: Collection[str]) -> Hashable:
     """All that makes a layer equal to another."""
+    graph, factors = folds.graph, factors_of(folds.graph)
     made = {value: (k, i) for k, node in enumerate(layer.nodes) for i, value in enumerate(node.values)}
     outside: dict[str, int] = {}
-    parameters = {entry.name for entry in graph.input_of("parameter")}
 
     def source(value: str) -> Hashable:
         return made.get(value) or ("outside", outside.setdefault(value, len(outside)), value in parameters)
@@ -82,10 +60,19 @@ def _kind(layer: Layer, graph: Graph, folds: Folded, factors: Factors) -> Hashab
     return tuple(found)
 
 
-def _names(layer: Layer, graph: Graph) -> Iterator[str]:
+def _names(layer: Layer, parameters: Collection[str]) -> Iterator[str]:
     """The nodes of a layer, their results, and the parameters that they read, in an order that equal layers share."""
-    parameters = {entry.name for entry in graph.input_of("parameter")}
     for node in layer.nodes:
         yield node.name
         yield from node.values
         yield from (u for u in node.uses if u in parameters)
+
+
+def _firsts(names: Sequence[str], equal: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Name → the first name that it equals, directly or through others, where that is another one."""
+    place = {name: number for number, name in enumerate(names)}
+    ends = np.array([(place[one], place[other]) for one, other in equal])
+    pairs = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(names), len(names)))
+    _, groups = connected_components(pairs, directed=False)
+    first_of: list[int] = np.unique(groups, return_index=True)[1][groups].tolist()
+    return {name: names[first] for name, first in zip(names, first_of, strict=True) if names[first] != name}

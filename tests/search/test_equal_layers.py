@@ -36,10 +36,10 @@ class Block(nn.Module):
 
 
 class Turns(nn.Module):
-    def __init__(self, turns: str = TURNS, width: int = 8) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.scales = nn.Parameter(torch.ones(2))
-        self.layers = nn.ModuleList(Block(kind, width) for kind in turns)
+        self.layers = nn.ModuleList(Block(kind, width) for kind in TURNS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):

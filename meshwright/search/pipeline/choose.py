@@ -26,6 +26,8 @@ from meshwright.search.context import SearchContext
 from meshwright.search.equal_layers import ties_of
 from meshwright.search.in_one_stage import plan_in_one_stage
 from meshwright.search.joint.dimensions import pieces_of
+from meshwright.search.joint.front import Front
+from meshwright.search.joint.pareto import stage_front
 from meshwright.search.layer_groups import folded
 from meshwright.search.modes import plan_found
 from meshwright.search.pipeline.bounds import Bounds
@@ -182,7 +184,7 @@ def _quickest(
     request, techniques, stop = world.request, wanted.techniques, world.request.stop
     pipelines = stages(
         request.cluster,
-        world.planner,
+        world.front,
         world.layers,
         enough=enough,
         limit=world.limit,
@@ -251,6 +253,7 @@ class _World:
         products = sum(n.op in PRODUCTS and any(n.needs_grad) for n in graph.nodes)
         self.layers = len({layer.name for layer in layers_of(graph)}) or products
         self._planners: dict[tuple[int, ...], Planner] = {}
+        self._fronts: dict[Planner, Front] = {}
 
     def within(self, memory_bytes: float) -> _World:
         """The same with another limit: what was found of the parts of the cluster stays."""
@@ -268,6 +271,13 @@ class _World:
             context = SearchContext(self.folds.graph, self.factors, mesh)
             self._planners[sizes] = Planner(context, self.folds, {}, replace(self.request, cluster=cluster))
         return self._planners[sizes]
+
+    def front(self, cluster: Cluster) -> Front:
+        """The choices of the ranks that share a stage, and what was simulated of them."""
+        planner = self.planner(cluster)
+        if planner not in self._fronts:
+            self._fronts[planner] = stage_front(planner)
+        return self._fronts[planner]
 
     @property
     def least_bytes(self) -> float:

@@ -25,7 +25,6 @@ from meshwright.search.budget import AUTO, STAGES, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import points, powers, sparing, stage_dimensions
 from meshwright.search.joint.front import Front
-from meshwright.search.joint.pareto import stage_front
 from meshwright.search.pipeline.configurations import (
     SEARCHED,
     FullModel,
@@ -37,7 +36,7 @@ from meshwright.search.pipeline.configurations import (
     simulated_peak_bytes,
     step_seconds,
 )
-from meshwright.search.planner import Planner, SearchResult
+from meshwright.search.planner import SearchResult
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
 from meshwright.search.space.micro_batches import ChosenBytes
 from meshwright.search.techniques.layers import layers_of
@@ -90,7 +89,7 @@ class _Row:
 
 def stages(
     cluster: Cluster,
-    planner_of: Callable[[Cluster], Planner],
+    front_of: Callable[[Cluster], Front],
     layers: int,
     *,
     limit: float,
@@ -105,7 +104,7 @@ def stages(
 ) -> list[Staged]:
     """The pipelines that were simulated, fit and are quicker than `enough` seconds, the best first.
 
-    `planner_of` makes the planner for the ranks that share a stage from their part of the cluster. `layers`: stages
+    `front_of` returns the choices for the ranks that share a stage from their part of the cluster. `layers`: stages
     there can be at most. `limit`: bytes of a rank. `least`: what no plan of a configuration with so many micro-batches
     is quicker than; `uneven`: about how much longer its slowest rank computes than the mean; `examples`: those of the
     batch; `asked`: how many stages, where there may not be any other number.
@@ -115,13 +114,13 @@ def stages(
     fitting: list[Staged] = []
     found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
     groups = _groups(cluster, found, examples, least)
-    _simulate(cluster, planner_of, groups, fitting, enough, limit, (least, uneven), tries, ended)
+    _simulate(cluster, front_of, groups, fitting, enough, limit, (least, uneven), tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)
 
 
 def _simulate(
     cluster: Cluster,
-    planner_of: Callable[[Cluster], Planner],
+    front_of: Callable[[Cluster], Front],
     groups: list[_Group],
     fitting: list[Staged],
     enough: float,
@@ -147,7 +146,7 @@ def _simulate(
             break
         row = entries[number]
         if isinstance(row, _Group):  # its front is made when nothing else may be quicker
-            for one in row.rows(cluster, planner_of, enough, *known_of):
+            for one in row.rows(cluster, front_of, enough, *known_of):
                 later(one)
             continue
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
@@ -258,16 +257,14 @@ class _Group:
     def rows(
         self,
         cluster: Cluster,
-        planner_of: Callable[[Cluster], Planner],
+        front_of: Callable[[Cluster], Front],
         enough: float,
         least: Callable[[Outer, int], float],
         uneven: Callable[[Outer, int], float],
     ) -> Iterator[_Row]:
         """Those with every choice and technique that may be quicker than `enough`."""
-        first = self.outers[0][1]
-        planner = planner_of(first.inside(cluster))
-        made = planner.kept.once("front of stages", lambda: stage_front(planner))
-        over = stage_dimensions(planner)
+        made = front_of(self.outers[0][1].inside(cluster))
+        over = stage_dimensions(made.planner)
         schedules = {outer.schedule.name for _, outer in self.outers}
         for number, outer in self.outers:
             bounds: dict[int, float] = {}

@@ -344,8 +344,9 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
             base = node.uses[0] if node.op in views and node.uses else value
             root[value] = root.get(base, base)
     kept: dict[str, list[tuple[str, int, str]]] = defaultdict(list)
+    saves = saved_in(graph)
     for node in graph.nodes:
-        found = saved_in(graph)[node.name]
+        found = saves[node.name]
         own = [(port, node.uses[port]) for port in dict.fromkeys(found.inputs)]
         own += [(len(node.uses) + number, node.values[number]) for number in found.outputs]
         for port, name in own:

@@ -154,8 +154,9 @@ def _kept_bytes(graph: Graph) -> Mapping[str, int]:
     """Node → bytes of its results that autograd keeps, and of what it keeps beside."""
     kept: dict[str, int] = {}
     seen: set[str] = set()
+    saves = saved_in(graph)
     for node in graph.nodes:
-        found = saved_in(graph)[node.name]
+        found = saves[node.name]
         kept[node.name] = kept.get(node.name, 0) + found.extra_bytes
         for value in (*(node.uses[p] for p in found.inputs), *(node.values[o] for o in found.outputs)):
             root = root_of(graph, value)

@@ -84,8 +84,9 @@ def kept_values(graph: Graph, plan: Plan) -> list[str]:
     """The values with memory of their own that backward asks for and that are not made again."""
     again = {v for v, how in plan.keeps.items() if how == AGAIN}
     asked: set[str] = set()
+    saves = saved_in(graph)
     for node in reversed(graph.nodes):
-        kept = saved_in(graph)[node.name]
+        kept = saves[node.name]
         asked.update(node.uses[port] for port in kept.inputs)
         asked.update(node.values[number] for number in kept.outputs)
         remade, wanted = not again.isdisjoint(node.values), not asked.isdisjoint(node.values)

@@ -118,8 +118,9 @@ def selective(graph: Graph, layers: Sequence[Layer]) -> set[str]:
     near = {n.name for layer in layers for n in layer.nodes if not inside.isdisjoint(n.values)}
     cheap = {n.name for n in graph.nodes if n.op not in DEAR and has_line(n.op) and n.name in near}
     keepers: set[str] = set()  # values whose memory autograd keeps for somebody
+    saves = saved_in(graph)
     for node in graph.nodes:
-        kept = saved_in(graph)[node.name]
+        kept = saves[node.name]
         for value in (*(node.uses[p] for p in kept.inputs), *(node.values[o] for o in kept.outputs)):
             keepers.add(root_of(graph, value))
     there = {i.name for i in graph.inputs}  # what backward has, or makes from what it has

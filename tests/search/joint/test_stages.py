@@ -19,6 +19,7 @@ from meshwright.ops.analysis import factors_of
 from meshwright.planning.search_request import request_for
 from meshwright.search.context import SearchContext
 from meshwright.search.joint.dimensions import points, sparing, stage_dimensions
+from meshwright.search.joint.front import Front
 from meshwright.search.joint.pareto import stage_front
 from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.configurations import outers
@@ -43,6 +44,10 @@ def planner(model: str, memory: float, machine: Cluster) -> Planner:
     assert request is not None
     context = SearchContext(folds.graph, factors_of(folds.graph), machine.mesh)
     return Planner(context, folds, {}, request)
+
+
+def front_of(model: str, memory: float, machine: Cluster) -> Front:
+    return stage_front(planner(model, memory, machine))
 
 
 @functools.cache
@@ -87,7 +92,7 @@ def test_no_configuration_is_quicker(model: str, share: float, among: int) -> No
     machine = cluster(slow=10.0)
     free = every(model, 10.0, among)
     memory = sorted(p.peak_bytes for p in free)[int(share * (len(free) - 1))]
-    best, *others = stages(machine, functools.partial(planner, model, memory), LAYERS[model], limit=memory)
+    best, *others = stages(machine, functools.partial(front_of, model, memory), LAYERS[model], limit=memory)
     assert max(p.peak_bytes for p in (best, *others)) <= memory
     assert best.seconds <= 1.02 * min(p.seconds for p in free if p.peak_bytes <= memory)
 
@@ -95,7 +100,7 @@ def test_no_configuration_is_quicker(model: str, share: float, among: int) -> No
 def test_uneven_micro_batches_say_nothing_of_even_ones() -> None:
     """Six examples of a rank in four micro-batches take as long as eight; in two they are even, and quicker."""
     best = stages(
-        cluster(10.0), functools.partial(planner, "wide gpt", 17e6), LAYERS["wide gpt"], limit=17e6
+        cluster(10.0), functools.partial(front_of, "wide gpt", 17e6), LAYERS["wide gpt"], limit=17e6
     )[0]
     assert best.outer.taken == (2, 1) and best.found.techniques.micro_batches == 2
     assert best.outer.schedule.name == "zero_bubble_v"
@@ -103,14 +108,14 @@ def test_uneven_micro_batches_say_nothing_of_even_ones() -> None:
 
 def test_what_is_not_quicker_than_what_there_is_is_not_given() -> None:
     machine = cluster()
-    made = functools.partial(planner, "wide mlp", 1e9)
+    made = functools.partial(front_of, "wide mlp", 1e9)
     best = stages(machine, made, LAYERS["wide mlp"], limit=1e9)[0]
     assert not stages(machine, made, LAYERS["wide mlp"], limit=1e9, enough=0.5 * best.seconds)
 
 
 def test_the_slowest_link_is_left_to_the_pipeline() -> None:
     """Where a level sends a thousand times slower than the other, stages lie on both of its sides."""
-    best = stages(cluster(1e3), functools.partial(planner, DEEP, 1e9), 16, limit=1e9)[0]
+    best = stages(cluster(1e3), functools.partial(front_of, DEEP, 1e9), 16, limit=1e9)[0]
     assert best.outer.taken[0] == 2
 
 
@@ -118,7 +123,7 @@ def test_a_rank_may_have_a_stage_of_its_own() -> None:
     """Where every link is a hundred times slower, nothing is shared: each rank has a stage, alone."""
     levels = (Level("node", 2, 1e8, 1e-5), Level("gpu", 2, 1e8, 1e-5))
     machine = Cluster("far apart", GPU, levels, 1 << 36, 1e10)
-    best = stages(machine, functools.partial(planner, DEEP, 1e9), 16, limit=1e9)[0]
+    best = stages(machine, functools.partial(front_of, DEEP, 1e9), 16, limit=1e9)[0]
     assert best.outer.taken == (2, 2)
 
 
