@@ -73,6 +73,7 @@ class BucketTasks:
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self.tasks: list[Task] = []
+        self.ends: list[int] = []  # how many tasks there are at the end of each backward
         self._last = -1  # what the host waited for last
         self._reductions: list[int] = []
         self._scattered: int | None = None  # the bucket under way of which every rank gets its part
@@ -98,6 +99,7 @@ class BucketTasks:
             if item.ends:
                 if now.waits:
                     self._wait()
+                self.ends.append(len(self.tasks))
                 now = next(left, Pass(()))
                 started = Started(now.groups)
             if self._last != before:

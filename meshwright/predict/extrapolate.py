@@ -8,6 +8,7 @@ one is simulated so, and the others follow from the difference of a few layers.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from meshwright.partition import Partition
 from meshwright.partition.accumulation import programs_in_time, scattered_each_time
 from meshwright.predict.extrapolate_tasks import with_layers
 from meshwright.predict.issued import Issued
-from meshwright.predict.step_time import StepTimes, of_many, played, times_of
+from meshwright.predict.step_time import FEW, StepTimes, Unlike, played, times_of
 from meshwright.predict.tasks import Lister, filled
 
 LONGEST = (
@@ -42,32 +43,34 @@ def layered_times(
     """
     count = programs_in_time(few)
     steps = [None if p is None else Lister(p, cluster, optimizer_states) for p in (few, *more)]
-    known: dict[int, _Listed] = {}
 
     def listed(programs: int) -> _Listed:
-        if programs not in known:
-            parts = [one and one.issued(programs) for one in steps]
-            known[programs] = _Listed(few, parts, times, cluster, first)
-        return known[programs]
+        parts = [one and one.issued(programs) for one in steps]
+        further = count - programs if scattered_each_time(few) else 0
+        return _Listed(few, parts, times, cluster, first, further)
 
-    if scattered_each_time(few):
-        return of_many(count, lambda programs: listed(programs).times())
-    if count == 1:
-        return listed(1).times()
+    if scattered_each_time(few) and count > FEW:
+        with contextlib.suppress(Unlike):
+            return listed(FEW).times()
+    if scattered_each_time(few) or count == 1:
+        return listed(count).times()
     # Only the last backward sends gradients: what others add grows by as much with each layer.
     found = _by_difference([one and times_of(one) for one in steps], times)
-    return found.plus(listed(1).times(), 1.0).plus(listed(1).by_difference(), -1.0)
+    last = listed(1)
+    return found.plus(last.times(), 1.0).plus(last.by_difference(), -1.0)
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """The listed steps of a few layers, and of one more layer of each kind."""
+    """The listed steps of a few layers, and of one more layer of each kind. `further`: micro-batches beside those that
+    are listed."""
 
     parts: Partition
     steps: Sequence[Issued | None]
     more: Times
     cluster: Cluster
     first: Mapping[str, str]
+    further: int
 
     def times(self) -> StepTimes:
         """Return the times with all layers.
@@ -102,7 +105,7 @@ class _Listed:
         return whole and self._played(whole)
 
     def _played(self, step: Issued) -> StepTimes:
-        return played(filled(step, self.parts, self.cluster), self.cluster)
+        return played(filled(step, self.parts, self.cluster), self.cluster, self.further)
 
 
 def _by_difference(seen: Sequence[StepTimes | None], times: Times) -> StepTimes:

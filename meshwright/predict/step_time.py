@@ -1,15 +1,15 @@
 """The times of a step without its timeline: of many micro-batches a few are simulated.
 
 From the second one on, each micro-batch finds what the one before it left, so each further one takes as long as the one
-before, except for the first and the last. Two consecutive differences are compared; if they are not equal, the full
-step is simulated. The order of interleaved half-batches is chosen here too: each order is simulated, and the quickest
-is the plan's.
+before, except for the first and the last. Of four, the second and the third are compared, task by task: if the third
+does not repeat the second, or the host falls behind with each, the full step is simulated. The order of interleaved
+half-batches is chosen here too: each order is simulated, and the quickest is the plan's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.graph import Graph
@@ -18,11 +18,11 @@ from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition, partition
 from meshwright.partition.accumulation import programs_in_time
 from meshwright.plan.plan import Plan
-from meshwright.predict.tasks import Lister
-from meshwright.predict.timeline import Task, play
+from meshwright.predict.tasks import Filled, Lister
+from meshwright.predict.timeline import Timeline, play
 
-PLAYED = (3, 4, 5)  # micro-batches of the steps from which longer ones are extrapolated
-ALL = sum(PLAYED) + 1  # so few are all simulated, which costs no more
+FEW = 4  # micro-batches of the step from which longer ones are extrapolated: the first, two between, and the last
+SAME = 1e-9  # relative: rounding of sums of seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +50,40 @@ def step_times(parts: Partition, cluster: Cluster, optimizer_states: int = 2) ->
 
 def times_of(steps: Lister) -> StepTimes:
     """Return the times of a step from its lists."""
-    return of_many(
-        programs_in_time(steps.parts), lambda programs: played(steps.tasks(programs), steps.cluster)
-    )
+    count = programs_in_time(steps.parts)
+    if count > FEW:
+        with contextlib.suppress(Unlike):
+            return played(steps.filled(FEW), steps.cluster, count - FEW)
+    return played(steps.filled(count), steps.cluster)
 
 
-def of_many(count: int, of: Callable[[int], StepTimes]) -> StepTimes:
-    """Return the times of a step with so many micro-batches, from those with a few."""
-    if count <= ALL:
-        return of(count)
-    first, second, third = map(of, PLAYED)
-    if not math.isclose(
-        third.step_seconds - second.step_seconds, second.step_seconds - first.step_seconds, rel_tol=1e-9
-    ):
-        return of(count)
-    return third.plus(third.plus(second, -1.0), count - PLAYED[-1])
+class Unlike(Exception):
+    """A micro-batch does not repeat the one before it."""
 
 
-def played(tasks: Sequence[Task], cluster: Cluster) -> StepTimes:
-    """Return the times of a timeline of some tasks."""
-    line = play(tasks, cluster.measured.slowdown)
+def played(step: Filled, cluster: Cluster, more: int = 0) -> StepTimes:
+    """Return the times of a listed step, or of one with `more` micro-batches than the few that are listed.
+
+    Raises Unlike if there are more and the third does not repeat the second.
+    """
+    if not more:
+        return _times(play(step.tasks, cluster.measured.slowdown))
+    first, second, third, _ = step.ends
+    length = third - second
+    if second - first != length or not length:
+        raise Unlike
+    line = play(step.tasks, cluster.measured.slowdown, (second - 1, third - 1))
+    further = line.ends[third - 1] - line.ends[second - 1]
+    issued = math.fsum(task.issue_seconds for task in step.tasks[second:third])
+    late = (line.ends[n + length] - line.ends[n] - further for n in range(first, second))
+    if issued > further * (1 + SAME) or any(abs(each) > further * SAME for each in late):
+        raise Unlike
+    (exposed, hidden), (exposed_after, hidden_after) = line.marked
+    added = StepTimes(further, exposed_after - exposed, hidden_after - hidden)
+    return _times(line).plus(added, more)
+
+
+def _times(line: Timeline) -> StepTimes:
     return StepTimes(line.step_seconds, line.exposed_seconds, line.hidden_seconds)
 
 
@@ -85,4 +99,4 @@ def with_turns(graph: Graph, plan: Plan, cluster: Cluster, optimizer_states: int
     return replace(plan, turns=min(TURNS, key=seconds))
 
 
-__all__ = ["StepTimes", "of_many", "played", "step_times", "times_of", "with_turns"]
+__all__ = ["FEW", "StepTimes", "Unlike", "played", "step_times", "times_of", "with_turns"]

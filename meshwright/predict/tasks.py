@@ -46,7 +46,15 @@ def step_tasks(
     bucket_bytes: BucketBytes | None = None,
 ) -> tuple[Task, ...]:
     """Return the tasks of one training step in the order in which the host issues them."""
-    return Lister(parts, cluster, optimizer_states).tasks(bucket_bytes=bucket_bytes)
+    return Lister(parts, cluster, optimizer_states).filled(bucket_bytes=bucket_bytes).tasks
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The tasks of a step with its buckets. `ends`: how many of them there are at the end of each backward."""
+
+    tasks: tuple[Task, ...]
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,10 @@ class Lister:
         half-batches).
         """
         count = programs_in_time(self.parts) if programs is None else programs
-        if count <= 3:
-            return self._listed(count)
-        three = self._three
-        longer = three.with_more(count - 3)
+        longer = self._three.with_more(count - 3) if count > 3 else None
         return self._listed(count) if longer is None else longer
 
-    def tasks(self, programs: int | None = None, bucket_bytes: BucketBytes | None = None) -> tuple[Task, ...]:
+    def filled(self, programs: int | None = None, bucket_bytes: BucketBytes | None = None) -> Filled:
         """Return the tasks of the step. `programs`: as in `issued`."""
         return filled(self.issued(programs), self.parts, self.cluster, bucket_bytes=bucket_bytes)
 
@@ -129,7 +134,7 @@ class Lister:
 
 def filled(
     step: Issued, parts: Partition, cluster: Cluster, *, bucket_bytes: BucketBytes | None = None
-) -> tuple[Task, ...]:
+) -> Filled:
     """Return the tasks of a step with the buckets of a program."""
     size = gradient_bytes(parts.plan, step.gradients) if bucket_bytes is None else bucket_bytes
     groups = fill(step.gradients, cluster.device_type, size)
@@ -140,7 +145,7 @@ def filled(
     done.update(math.fsum(step.updates.values()), len(step.updates))
     done.gather(fill(step.weights, cluster.device_type, gathered_bytes(parts.plan, bucket_bytes)))
     done.end()
-    return tuple(done.tasks)
+    return Filled(tuple(done.tasks), tuple(done.ends))
 
 
-__all__ = ["Lister", "filled", "simulate", "step_tasks"]
+__all__ = ["Filled", "Lister", "filled", "simulate", "step_tasks"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -53,7 +53,7 @@ class Timeline:
     """The start and end of each task of a list, in seconds from the beginning of the step.
 
     `compute_seconds` is the time of computation, `exposed_seconds` that of communication without computation,
-    `hidden_seconds` that of both together.
+    `hidden_seconds` that of both together. `marked`: exposed and hidden seconds until each marked task has ended.
     """
 
     tasks: tuple[Task, ...]
@@ -62,6 +62,7 @@ class Timeline:
     compute_seconds: float
     exposed_seconds: float
     hidden_seconds: float
+    marked: tuple[tuple[float, float], ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -88,16 +89,18 @@ class Timeline:
         )
 
 
-def play(tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE) -> Timeline:
+def play(
+    tasks: Sequence[Task], slowdown: Mapping[str, float] = ALONE, marks: Collection[int] = ()
+) -> Timeline:
     """Simulate a list of tasks. `slowdown`: factors (at least 1) of ``compute`` and ``collective`` while the other
-    runs.
+    runs. `marks`: positions of tasks, each of which ends after the one before it (`Timeline.marked`).
 
     Raises ValueError for a task that waits for itself or a later one, and for negative seconds.
     """
     check(tasks)
     return _Play(
         tasks, max(1.0, slowdown.get("compute", 1.0)), max(1.0, slowdown.get("collective", 1.0))
-    ).run()
+    ).run(frozenset(marks))
 
 
 def check(tasks: Sequence[Task]) -> None:
@@ -145,7 +148,8 @@ class _Play:
         self.issued = list(itertools.accumulate(issued)) if any(issued) else None
         self.unissued: list[tuple[float, int]] = []
 
-    def run(self) -> Timeline:
+    def run(self, marks: frozenset[int]) -> Timeline:
+        marked: list[tuple[float, float]] = []
         now = compute = exposed = hidden = 0.0
         left, unissued = self.left, self.unissued
         self._start([n for n, count in enumerate(self.waits) if count == 0], now)
@@ -169,11 +173,13 @@ class _Play:
             elif left:
                 exposed += passed
             self._end(ended, now)
+            if marks and not marks.isdisjoint(ended):
+                marked.append((exposed, hidden))
             if passed == limit:
                 now = max(now, unissued[0][0])
                 self._start([heappop(unissued)[1]], now)
         ends = tuple(self.ends)
-        return Timeline(self.tasks, tuple(self.starts), ends, compute, exposed, hidden)
+        return Timeline(self.tasks, tuple(self.starts), ends, compute, exposed, hidden, tuple(marked))
 
     def _pass_beside(self, limit: float) -> tuple[float, list[int]]:
         """Let compute and communication slow each other down until a task ends, or for `limit` seconds; return the
