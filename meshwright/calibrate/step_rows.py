@@ -60,7 +60,7 @@ from meshwright.predict.phase_tasks import ADDING, HOST
 from meshwright.predict.price import first_local, letter_sizes, on_cluster
 from meshwright.predict.tasks import step_tasks
 from meshwright.predict.timeline import COMPUTE, Task, play
-from meshwright.redistribute.steps import origin
+from meshwright.redistribute.steps import largest_size, origin
 from meshwright.runtime.communicator import ProcessGroups
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
@@ -188,12 +188,12 @@ def _half(done: Work, phase: str) -> list[Any]:
 
 
 def _updated(parts: Partition) -> list[list[Any]]:
-    at, offloaded = origin(parts.plan.mesh), "optimizer" in parts.plan.techniques.offload
+    offloaded = "optimizer" in parts.plan.techniques.offload
     found: list[list[Any]] = []
     for e in parts.resharded.graph.input_of("parameter"):
         if not e.needs_grad:
             continue
-        elements = math.prod(update_layout(parts, e).local_shape(parts.plan.mesh, at))
+        elements = largest_size(update_layout(parts, e), parts.plan.mesh)
         host, parameters = e.name in parts.resharded.hosted, e.name in parts.resharded.host_parameters
         there = {"host": host, "offloaded": offloaded, "parameters": parameters}
         found.append([elements, DTYPES[e.type.dtype], *([there] if any(there.values()) else [])])

@@ -121,7 +121,7 @@ class TensorLayout:
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
         """Return the shape of the shard at a coordinate."""
-        return tuple(local_size(d, mesh, at) for d in self.dims)
+        return _local_shape(self, mesh, tuple([at[axis] for axis in self.split_axes]))
 
     def indices(self, mesh: Mesh, at: Coordinate) -> tuple[np.ndarray, ...]:
         """Return, per dim, the global indices of the shard at a coordinate, in its order."""
@@ -131,6 +131,13 @@ class TensorLayout:
         text = "[" + ", ".join(show_dim(d) for d in self.dims) + "]"
         text += f" partial {'.'.join(self.partial)}" if self.partial else ""
         return text + (f" grad {'.'.join(self.grad)}" if self.grad else "")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _local_shape(layout: TensorLayout, mesh: Mesh, place: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a shard, by its place on the axes that split the layout: layers share these."""
+    at = dict(zip(layout.split_axes, place, strict=True))
+    return tuple(local_size(d, mesh, at) for d in layout.dims)
 
 
 # ---------------------------------------------------------------- dims

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from meshwright.core.graph import DTYPES, RESHARD
 from meshwright.core.layout import dim_axes, only_axes
 from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import wire_dtype
 from meshwright.partition import Partition
 from meshwright.partition.buckets import Gradient
-from meshwright.redistribute.steps import origin
+from meshwright.redistribute.steps import largest_size
 
 # Operators that create the gradient of a parameter, so that no other branch of backward can see it.
 MAKES_GRADIENT = frozenset(
@@ -42,7 +40,7 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
     uneven, all ranks then fill their buckets equally and start their collectives in one order.
     """
     parted = parts.plan.states if parts.plan.techniques.optimizer_parallel >= 2 else {}
-    graph, mesh, at = parts.resharded.graph, parts.plan.mesh, origin(parts.plan.mesh)
+    graph, mesh = parts.resharded.graph, parts.plan.mesh
     order = {node.name: number for number, node in enumerate(graph.nodes)}
     found: list[tuple[int, Gradient]] = []
     for entry in graph.inputs:
@@ -54,7 +52,7 @@ def pending_gradients(parts: Partition) -> tuple[Gradient, ...]:
             added = layout  # what is reduced: of a sharded update, the part that the reduction does not split
             if entry.name in parted:
                 added = only_axes(parted[entry.name], [a for a in more if a not in cut])
-            size = math.prod(added.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
+            size = largest_size(added, mesh) * DTYPES[entry.type.dtype]
             wire = wire_dtype(parts.plan.techniques, entry.type.dtype)
             makers = [node for node, _ in users]
             if (

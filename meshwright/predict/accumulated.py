@@ -17,7 +17,7 @@ from meshwright.cost.reduction import adding_seconds
 from meshwright.partition import Partition
 from meshwright.partition.accumulation import scattered_each_time, summed_first
 from meshwright.partition.sharded_update import update_layout
-from meshwright.redistribute.steps import origin
+from meshwright.redistribute.steps import largest_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
     If several operators read a parameter, their gradients are summed first and count with the first of them.
     """
     graph, layouts = parts.resharded.graph, parts.resharded.layouts
-    mesh, at = parts.plan.mesh, origin(parts.plan.mesh)
+    mesh = parts.plan.mesh
     gathered, each_time = summed_first(parts), scattered_each_time(parts)
     found: dict[str, list[Added]] = {}
     for entry in graph.input_of("parameter"):
@@ -47,7 +47,7 @@ def added(parts: Partition) -> Mapping[str, tuple[Added, ...]]:
         layout = update_layout(parts, entry) if parted else layouts[entry.name]
         added_up = [(node, layouts[node.name]) for node in whole] or [(readers[0], layout)]
         for reader, of in added_up:
-            size = math.prod(of.local_shape(mesh, at)) * DTYPES[entry.type.dtype]
+            size = largest_size(of, mesh) * DTYPES[entry.type.dtype]
             one = Added(size, entry.name in parts.resharded.hosted)
             found.setdefault(_operator(parts, graph, reader), []).append(one)
     return {name: tuple(each) for name, each in found.items()}

@@ -4,8 +4,6 @@ parameters.
 
 from __future__ import annotations
 
-import math
-
 from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.mesh import Mesh
 from meshwright.cost.cluster import Cluster
@@ -15,7 +13,7 @@ from meshwright.partition import Partition
 from meshwright.partition.activation_offload import SavedActivation, activations_in
 from meshwright.partition.recompute import VIEWS
 from meshwright.redistribute.prices import total_seconds
-from meshwright.redistribute.steps import origin
+from meshwright.redistribute.steps import largest_size
 
 
 def activation_prices(
@@ -48,7 +46,7 @@ def host_seconds(parts: Partition, activation: SavedActivation, mesh: Mesh, clus
     if not activation.host:
         return 0.0
     layout = activation.slices[-1].after if activation.slices else parts.resharded.layouts[activation.value]
-    elements = math.prod(layout.local_shape(mesh, origin(mesh)))
+    elements = largest_size(layout, mesh)
     return copy_seconds(elements * DTYPES[parts.resharded.graph.types[activation.value].dtype], cluster)
 
 
@@ -59,7 +57,7 @@ def fetch_seconds(parts: Partition, name: str, mesh: Mesh, cluster: Cluster) -> 
 
 def copied_bytes(parts: Partition, name: str, mesh: Mesh) -> int:
     """Return the bytes of a transfer's result on the rank at the origin."""
-    elements = math.prod(parts.resharded.layouts[name].local_shape(mesh, origin(mesh)))
+    elements = largest_size(parts.resharded.layouts[name], mesh)
     return elements * DTYPES[parts.resharded.graph.types[name].dtype]
 
 

@@ -305,7 +305,7 @@ def parameter_prices(
 
     With a sharded update the former include the all-gather.
     """
-    at, bucket = origin(mesh), sizes(parts.plan)
+    bucket = sizes(parts.plan)
 
     def sent_in(kind: str, size: float, axes: tuple[str, ...]) -> float:
         # Gathers after the update block; the rest overlaps with backward.
@@ -330,7 +330,7 @@ def parameter_prices(
     found: dict[str, tuple[float, float]] = {}
     for entry in parts.resharded.graph.input_of("parameter"):
         if entry.needs_grad:
-            elements = math.prod(update_layout(parts, entry).local_shape(mesh, at))
+            elements = largest_size(update_layout(parts, entry), mesh)
             offloaded = "optimizer" in parts.plan.techniques.offload
             update = update_seconds_there(
                 float(elements),

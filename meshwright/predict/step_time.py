@@ -70,7 +70,8 @@ def played(step: Filled, cluster: Cluster, more: int = 0) -> StepTimes:
         return _times(play(step.tasks, cluster.measured.slowdown))
     first, second, third, _ = step.ends
     length = third - second
-    if second - first != length or not length:
+    seconds = [task.seconds for task in step.tasks[first:third]]
+    if not any(seconds) or seconds[:length] != seconds[length:]:
         raise Unlike
     line = play(step.tasks, cluster.measured.slowdown, (second - 1, third - 1))
     further = line.ends[third - 1] - line.ends[second - 1]

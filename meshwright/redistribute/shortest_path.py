@@ -32,7 +32,7 @@ from meshwright.redistribute.axis_runs import (
 from meshwright.redistribute.prices import Prices
 from meshwright.redistribute.refine import common_refinement, holds, same_elements, same_tree
 from meshwright.redistribute.schedules import live, on_every_path
-from meshwright.redistribute.steps import LOCAL, Step, origin, wire_elements
+from meshwright.redistribute.steps import LOCAL, Step, largest_size, wire_elements
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -343,7 +343,7 @@ class _Problem:
     def _size(self, state: State) -> int:
         key = state[0]
         if key not in self._sizes:
-            self._sizes[key] = math.prod(self._layout(state).local_shape(self.mesh, origin(self.mesh)))
+            self._sizes[key] = largest_size(self._layout(state), self.mesh)
         return self._sizes[key]
 
     def _layout(self, state: State) -> TensorLayout:

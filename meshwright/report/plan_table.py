@@ -27,7 +27,7 @@ from meshwright.partition.collectives import Collective, sent_bytes, step_collec
 from meshwright.partition.gradients import pending_gradients
 from meshwright.partition.sharded_update import update_layout, updates
 from meshwright.redistribute import Step
-from meshwright.redistribute.steps import LOCAL, origin, show_bytes, wire_bytes, wire_elements
+from meshwright.redistribute.steps import LOCAL, largest_size, origin, show_bytes, wire_bytes, wire_elements
 from meshwright.report.fit_table import FittedTable
 from meshwright.report.kept_activations import recomputed, saved_activation_lines
 from meshwright.report.stages import most_parameters, run_at, stage_lines
@@ -176,7 +176,7 @@ def _inside(parts: Partition) -> dict[str, str]:
 
 def held(layout: TensorLayout, mesh: Mesh) -> int:
     """Return the elements of a value on the rank that holds most."""
-    return math.prod(layout.local_shape(mesh, origin(mesh)))
+    return largest_size(layout, mesh)
 
 
 def parameter_bytes(parts: Partition) -> tuple[int, int]:

@@ -265,6 +265,8 @@ class TechniquesBudget:
     worth_saving: float = 0.99
     # Of seconds: candidates of different spaces that differ by no more count as one.
     same_candidate: float = 2e-4
+    # Of the seconds and bytes of two simulations under the same techniques: what differs less is equal.
+    alike: float = 1e-3
     # Of the least bytes that sums of others missed under other techniques: what those of a candidate miss at least.
     missed_share: float = 0.5
     # Candidates simulated under the same techniques from which the lateness of others is estimated, and from how many

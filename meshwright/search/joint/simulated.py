@@ -14,6 +14,7 @@ from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import Dimension, Point, distinct
 from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.front import Front
+from meshwright.search.joint.twins import Twins
 from meshwright.search.memory_limit import fits_in_both, offer, step_of, sure
 from meshwright.search.planner import Planner, SearchResult
 
@@ -38,6 +39,7 @@ def quickest(
     best, tries, slower = base, 0, 0
     over_limit: list[float] = []  # peaks of those that do not fit
     fitting: list[tuple[int, Point]] = []
+    twins = Twins(planner)
     while queue and tries < TECHNIQUES.simulations and slower < TECHNIQUES.patience:
         if _is_far(over_limit, limit) or planner.request.stop.now() or made.spent:
             break
@@ -62,17 +64,20 @@ def quickest(
             continue
         if made.overfills_host(candidate, point.techniques):
             continue
-        try:
-            found = made.evaluated(candidate, point.techniques, step, TECHNIQUES.slack * limit)
-        except PlanError:  # too few examples, or a loss that needs the full batch
-            continue
+        twin = found = twins.found(number, point.techniques)
+        if found is None:
+            try:
+                found = made.evaluated(candidate, point.techniques, step, TECHNIQUES.slack * limit)
+            except PlanError:  # too few examples, or a loss that needs the full batch
+                continue
+            twins.add(number, point.techniques, found)
         if not fits_in_both(planner, found):
             over_limit.append(planner.peak_bytes(found))
         else:
             tries += 1
             fitting.append((number, point))
             slower += best is not None
-            if (spared := spared_seconds(made, candidate, point.techniques)) > 0:
+            if twin is None and (spared := spared_seconds(made, candidate, point.techniques)) > 0:
                 made.partly.append((step_of(found) - spared, found))
             if step_of(found) < step:
                 found = sure(planner, found)
