@@ -70,7 +70,8 @@ class _Seen:
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates choices for the graph of `folds` on a cluster. `optimizer_states`: moments per parameter; `hosts`: the
-    nodes of the folded graph that the host runs; `techniques` are put into every choice."""
+    nodes of the folded graph that the host runs; `techniques` are put into every choice. `by_layers`: evaluations say
+    which bytes are in layers, wherever they can."""
 
     folds: Folded
     mesh: Mesh
@@ -78,6 +79,7 @@ class Evaluator:
     optimizer_states: int = 2
     hosts: frozenset[str] = frozenset()
     techniques: Techniques = NONE
+    by_layers: bool = False
 
     def in_full(self, choice: Choice, *, timed: bool = True, most: float = math.inf) -> Evaluation:
         """The same from the full program: what three layers cannot show is where buckets of gradients end."""
@@ -101,14 +103,19 @@ class Evaluator:
         on the rank that holds most, with when that is."""
         if self.techniques.names_layers or self.folds.is_whole:
             return self.in_full(choice, timed=timed, most=most)
-        repeats = self.folds.repeats
-        few = [min(self._least(layers), count) for layers, count in zip(self._layers, repeats, strict=True)]
+        if not self.by_layers and self._nodes_of_few >= len(self.folds.full.nodes):
+            return self.in_full(choice, timed=timed, most=most)
+        return self.from_few_layers(choice, timed=timed, most=most)
+
+    def from_few_layers(self, choice: Choice, *, timed: bool = True, most: float = math.inf) -> Evaluation:
+        """The same from a program with a few of all equal layers, and from one with one more."""
+        few, *others = self._copies
         short = self._run(choice, few)
         hosted = short.host_bytes
-        times = tuple(count - k for count, k in zip(repeats, few, strict=True))
+        times = tuple(count - k for count, k in zip(self.folds.repeats, few, strict=True))
         longer: list[_Seen] = []
-        for number, more in enumerate(times):
-            long = self._run(choice, [k + (n == number) for n, k in enumerate(few)]) if more else short
+        for more, copies in zip(times, others, strict=True):
+            long = self._run(choice, copies) if more else short
             hosted += more * (long.host_bytes - short.host_bytes)
             longer.append(long)
         lines = self._lines(short.most, few, [long.most for long in longer])
@@ -164,6 +171,20 @@ class Evaluator:
                     each[number] = max(each[number], long[first] - short[first])
                 found.setdefault(instant, []).append(_line(size, more, counts, each))
         return found
+
+    @functools.cached_property
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        """How many copies of each run there are in the short program, and in those with one more of one run."""
+        repeats = self.folds.repeats
+        few = [min(self._least(layers), count) for layers, count in zip(self._layers, repeats, strict=True)]
+        each = range(len(few))
+        longer = [tuple(few[n] + (n == k and few[n] < repeats[n]) for n in each) for k in each]
+        return tuple(few), *longer
+
+    @functools.cached_property
+    def _nodes_of_few(self) -> int:
+        """Operators of all programs that an evaluation from few layers makes."""
+        return sum(len(shortened(self.folds, copies).nodes) for copies in dict.fromkeys(self._copies))
 
     def _least(self, layers: int) -> int:
         """Copies of which one is like those between, each of so many layers. Techniques look at the next layer: there
@@ -244,8 +265,8 @@ class Evaluator:
     def _places(self) -> Mapping[str, int]:
         return {name: number for number, name in enumerate(self._known)}
 
-    def _run(self, choice: Choice, copies: list[int]) -> _Seen:
-        seen, most = self._evaluated(shortened(self.folds, tuple(copies)), choice), dict[str, int]()
+    def _run(self, choice: Choice, copies: tuple[int, ...]) -> _Seen:
+        seen, most = self._evaluated(shortened(self.folds, copies), choice), dict[str, int]()
         for instant, size in seen.most.items():
             name = self._of_readers(instant)
             most[name] = max(size, most.get(name, 0))

@@ -55,6 +55,7 @@ class Request:
     solver, if the mode has a choice. `simulate`: simulation decides on time and memory, instead of sums. `techniques`:
     the user's options; those that are not `given` may be chosen by `auto`. `places`: the ranks of a pipeline that will
     divide the model; `memory_bytes` is then their total, and they hold the activations of `in_flight` micro-batches.
+    `in_stages`: choices are to be divided among stages, so that evaluations tell what is in layers.
     `hard`: the user set the memory limit, so that every mode refuses a plan over it. `stop`: when the search ends
     early. `any_fits`: any plan that fits is enough, and a refusal needs no reasons; `reasons`: it needs them.
     """
@@ -69,6 +70,7 @@ class Request:
     techniques: Techniques = NONE
     places: int = 1
     in_flight: float = 1.0
+    in_stages: bool = False
     hard: bool = False
     stop: Stop = field(default_factory=Stop, compare=False)
     any_fits: bool = False
@@ -126,7 +128,8 @@ class Planner:
         if not self.request.simulate:
             return None
         cluster, states = self.request.cluster, self.request.optimizer_states
-        return Evaluator(self.folds, self.context.mesh, cluster, states, self.hosts, self.techniques)
+        mesh, by_layers = self.context.mesh, self.request.in_stages
+        return Evaluator(self.folds, mesh, cluster, states, self.hosts, self.techniques, by_layers)
 
     def under(self, techniques: Techniques) -> Planner:
         """The same with other techniques; spaces of the one are spaces of the other."""

@@ -57,13 +57,15 @@ class Both:
         self.seen: list[tuple[Evaluation, Evaluation]] = []
         self.untold = 0
         self.added: list[tuple[int, ...]] = []  # layers that were put in
-        few, full = Evaluator.__call__, Evaluator.in_full
+        full = Evaluator.in_full
 
         def both(
             evaluator: Evaluator, choice: Choice, *, timed: bool = True, most: float = math.inf
         ) -> Evaluation:
-            evaluation = few(evaluator, choice, timed=timed)
-            if timed and not evaluation.in_full:
+            if evaluator.folds.is_whole or evaluator.techniques.names_layers:
+                return full(evaluator, choice, timed=timed)
+            evaluation = evaluator.from_few_layers(choice, timed=timed)
+            if timed:
                 self.seen.append((evaluation, full(evaluator, choice)))
             return evaluation
 

@@ -145,7 +145,7 @@ def few_and_full(name: str, repeats: int, asked: dict[str, object]) -> tuple[Any
     choice = space.choice(solve(space.problem()).states)
     evaluator = planner.under(techniques_from(asked)).evaluator
     assert evaluator is not None and planner.folds.repeats == (repeats,)
-    return evaluator(choice), evaluator.in_full(choice)
+    return evaluator.from_few_layers(choice), evaluator.in_full(choice)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(m
     asked = {"recompute": "selective", "micro_batches": micro_batches, "offload": "activations"}
     evaluator = planner.under(techniques_from(asked)).evaluator
     assert evaluator is not None and planner.folds.repeats == (8,)
-    few, full = evaluator(choice), evaluator.in_full(choice)
+    few, full = evaluator.from_few_layers(choice), evaluator.in_full(choice)
     assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (few, full)
     assert few.host_bytes == pytest.approx(full.host_bytes, rel=1e-3), (few, full)
 
@@ -213,7 +213,7 @@ def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
         noise = [draw.uniform(0.2, 5.0, len(u)) for u in problem.unary]
         unary = tuple(u * n for u, n in zip(problem.unary, noise, strict=True))
         choice = space.choice(solve(replace(problem, unary=unary)).states)
-        few, full = evaluator(choice), evaluator.in_full(choice)
+        few, full = evaluator.from_few_layers(choice), evaluator.in_full(choice)
         assert few.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3), (number, few, full)
 
 

@@ -246,7 +246,7 @@ class _World:
     """State that searches for stages share: planners of the parts of a cluster, and bounds."""
 
     def __init__(self, graph: Graph, folding: Folding, request: Request) -> None:
-        self.request = request
+        self.request = replace(request, in_stages=True)
         self.limit = request.memory_bytes or math.inf
         self.folds = folded(graph, folding)
         self.factors = factors_of(self.folds.graph)
