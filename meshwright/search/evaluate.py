@@ -23,6 +23,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.partition import Partition, partition
 from meshwright.plan.plan import Plan, fingerprint
 from meshwright.predict.extrapolate import layered_times
+from meshwright.predict.memory.allocator import FORWARD, LOSS_BACKWARD
 from meshwright.predict.memory.step import Peak, optimizer_on, peak
 from meshwright.predict.price import program_price
 from meshwright.predict.step_time import StepTimes, step_times
@@ -42,9 +43,10 @@ class Evaluation:
     """The simulation of a choice: seconds of the step; the most bytes on a rank, and at which instant; the most bytes
     in the host memory of a rank; the seconds of exposed communication. `at`: bytes that exist once and bytes in all
     layers, at each instant that may be the peak of a rank with some share of the layers; `at_layers`: the same for the
-    instants that every share has. None if layers cannot be distinguished. `in_full`: the bytes are those of the full
-    program, and with `timed_in_full` the seconds, too. `timed`: the step was simulated; otherwise only bytes are known,
-    and the seconds are inf and 0."""
+    instants that every share has; `kept_bytes`: what layers keep of a micro-batch from forward for backward. Without
+    layers that can be distinguished there are none, and 0. `in_full`: the bytes are those of the full program, and with
+    `timed_in_full` the seconds, too. `timed`: the step was simulated; otherwise only bytes are known, and the seconds
+    are inf and 0."""
 
     step_seconds: float
     peak_bytes: float
@@ -53,6 +55,7 @@ class Evaluation:
     exposed_seconds: float = 0.0
     at: tuple[Line, ...] = ()
     at_layers: tuple[Line, ...] = ()
+    kept_bytes: float = 0.0
     in_full: bool = False
     timed: bool = True
     timed_in_full: bool = False
@@ -133,6 +136,7 @@ class Evaluator:
             max(0.0, step.exposed_seconds) if step else 0.0,
             _highest(one for each in lines.values() for one in each),
             _highest(inside),
+            lines[LOSS_BACKWARD][0][1] - lines[next(i for i in lines if i.endswith(FORWARD))][0][1],
             timed=timed,
         )
 

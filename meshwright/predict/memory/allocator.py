@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CATEGORIES = ("parameters", "optimizer", "gradients", "buckets", "batch", "buffers", "saved", "temporary")
+# Names of instants: how those of forward end, and that between forward and backward.
+FORWARD, LOSS_BACKWARD = ", forward", "loss, backward"
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from meshwright.partition.interleave import in_copies, of_one, original
 from meshwright.partition.micro_batches import first_program
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute_marks import AGAIN, keeps_of
-from meshwright.predict.memory.allocator import Heap, Storage
+from meshwright.predict.memory.allocator import FORWARD, Heap, Storage
 from meshwright.predict.memory.in_flight import FlightMemory
 from meshwright.predict.memory.messages import moved
 from meshwright.predict.memory.offload import ActivationMemory, FetchMemory
@@ -134,7 +134,7 @@ class ForwardWalk:
         for value, number in last.items():
             ends.setdefault(number, []).append(value)
         for number, node in enumerate(self.graph.nodes):
-            self.heap.at(f"{node.name}, forward")
+            self.heap.at(node.name + FORWARD)
             if node.name == self.activations.settled:
                 self.activations.settle()
             self._run(node)

@@ -25,6 +25,7 @@ from meshwright.predict.memory.allocator import (
     ADAMW,
     ADAMW_FOREACH,
     ADAMW_FUSED,
+    LOSS_BACKWARD,
     Optimizer,
     Peak,
     Storage,
@@ -162,7 +163,7 @@ class StepWalk(ForwardWalk):
         heap, graph = self.heap, self.graph
         heap.on_host = False
         self.gradients.first_half = bool(halves)
-        heap.at("loss, backward")
+        heap.at(LOSS_BACKWARD)
         for _, value in graph.outputs:
             if value in graph.needs_grad:
                 self.gradients.add(value, heap.new(self.types[value].size_bytes))

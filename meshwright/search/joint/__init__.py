@@ -180,6 +180,7 @@ def _best(
         chosen = fewer_layers(planner, best)
         offer(planner, chosen)
     best, chosen = partly(made, best, chosen)
+    planner.tell("techniques", step_of(chosen))
     if stop.now():
         return _bounded(planner, space, chosen)
     if (turning := _turns(planner, chosen)) is not chosen:
@@ -196,6 +197,7 @@ def _best(
         if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick
             chosen = few
         offer(planner, chosen)
+        planner.tell("techniques", step_of(chosen))
         near = neighbours(made, over, best)
     chosen = _bounded(planner, space, chosen)
     lines = technique_lines(made, over, best, near, chosen)

@@ -184,8 +184,10 @@ def peak_bytes(whole: FullModel, outer: Outer, micro_batches: int) -> float:
 
 def simulated_peak_bytes(evaluation: Evaluation, whole: FullModel, outer: Outer, micro_batches: int) -> float:
     """The same by a simulation of the full model, at every instant: what is there once is on one rank, of what is in
-    layers each has its share."""
+    layers each has its share. A stage keeps what it received, too."""
     share = 1 / outer.ranks
+    kept = evaluation.kept_bytes + outer.stages * whole.sent_bytes
+    whole = replace(whole, kept_bytes=max(whole.kept_bytes, kept))
     more = (outer.schedule.kept_bytes(whole, outer.ranks, micro_batches) - whole.kept_bytes) * share
     first = max(once + share * layered for once, layered in evaluation.at_layers) + more
     return max(first, *(once + share * layered for once, layered in evaluation.at))

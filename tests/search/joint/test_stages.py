@@ -155,7 +155,8 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
         model, batch, loss=loss, mesh=4, mode="data_parallel", cluster=machine,
         pipeline=4, micro_batches=8, schedule=schedule, recompute=recompute,
     )  # fmt: skip
-    assert told.peak_bytes == pytest.approx(plan.claims["peak_bytes"], rel=0.25)
+    near = 0.02 if schedule == "1f1b" else 0.1
+    assert told.peak_bytes == pytest.approx(plan.claims["peak_bytes"], rel=near)
 
 
 def test_all_forwards_go_first_where_messages_take_long_and_memory_is_not_short() -> None:
