@@ -73,6 +73,8 @@ def joint(
                     best = planner.under(best.techniques).settled(best)
                     if fits_in_both(planner, best):
                         return _turns(planner, _bounded(planner, search.space, best))
+            elif known is not None and (planner.size > AUTO.lighter_size or _plain_is_slow(search, known)):
+                return _open(search, known, nearest, tried)
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
             base = further_ahead(planner, auto(planner, below))
@@ -151,6 +153,15 @@ def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
 def _is_plain(planner: Planner, found: SearchResult) -> bool:
     """Whether a choice is under the techniques of the request alone, however far ahead weights are gathered."""
     return replace(found.techniques, prefetch=planner.techniques.prefetch) == planner.techniques
+
+
+def _plain_is_slow(search: _Joint, known: SearchResult) -> bool:
+    """Whether what fits without techniques is so much slower than what is known with them that no search without them
+    is worth its time."""
+    planner = search.planner
+    plain = [one for one in search.made.seen.values() if _is_plain(planner, one)]
+    steps = [step_of(one) for one in plain if fits_in_both(planner, one)]
+    return bool(steps) and min(steps) >= TECHNIQUES.slow * step_of(known)
 
 
 def _best(
