@@ -110,6 +110,7 @@ def test_the_operator_is_named(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BODY)
 
 
+@pytest.mark.full
 @pytest.mark.procs
 def test_the_operator_of_a_pipeline_is_named(tmp_path: Path) -> None:
     run(tmp_path, "pipeline", PIPELINE)

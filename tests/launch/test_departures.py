@@ -166,7 +166,9 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, how: str, said: s
 
 @pytest.mark.procs
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", [(), ("ends",)], ids=["in shutdown", "ended"])
+@pytest.mark.parametrize(
+    "how", [pytest.param((), id="in shutdown", marks=pytest.mark.full), pytest.param(("ends",), id="ended")]
+)
 def test_ranks_that_end_at_different_moments_are_left_alone(launches: Launches, how: tuple[str, ...]) -> None:
     done = launches.run("--nproc", 2, launches.script(SCRIPT), "uneven ends", *how, env=ROOT)
     assert done.returncode == 0 and "to the end" in done.stdout, done.stderr

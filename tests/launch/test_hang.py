@@ -70,6 +70,7 @@ def test_an_endless_loop_in_a_dataset_is_found_and_takes_one_restart(launches: L
     launches.wait_until_gone()
 
 
+@pytest.mark.full
 def test_a_hang_on_another_machine(launches: Launches) -> None:
     script, jobs = launches.script(SCRIPT), []
     with machines(2) as two:

@@ -135,6 +135,7 @@ def test_a_machine_that_is_lost_ends_the_job_and_is_named(launches: Launches, se
     launches.wait_until_gone()
 
 
+@pytest.mark.full
 def test_a_machine_that_comes_again_takes_its_place(launches: Launches, several: Several) -> None:
     script = launches.script(PLAIN)
     jobs = [several.start(i, "--max-restarts", 1, script, "wait") for i in (0, 1)]
@@ -227,6 +228,7 @@ SAVES = """
 """
 
 
+@pytest.mark.full  # tests/launch/test_continue.py has steps without it
 def test_steps_and_saves_go_on_without_the_scheduler(launches: Launches, several: Several) -> None:
     script = launches.script(SAVES)
     before = scheduler(several)

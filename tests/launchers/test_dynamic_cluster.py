@@ -122,6 +122,7 @@ def test_workers_come_in_any_order_and_again_after_a_failure(tmp_path: Path) -> 
     scheduler.communicate()
 
 
+@pytest.mark.full
 @pytest.mark.procs
 def test_parameter_servers_are_processes_of_the_user(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

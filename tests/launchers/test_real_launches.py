@@ -85,6 +85,7 @@ esac
 """
 
 
+@pytest.mark.full
 def test_mpirun_over_two_machines(tmp_path: Path) -> None:
     command = mpirun("openmpi")
     with machines(2) as found:

@@ -34,6 +34,7 @@ SAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.procs
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.procs
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", [(), ("clip",)])
+@pytest.mark.parametrize("how", [pytest.param((), marks=pytest.mark.full), ("clip",)])
 def test_workers_and_servers_that_are_killed_train_as_one_device(tmp_path, how):
     words = ("--servers", "2", "--workers", "2", "--server-state", str(tmp_path))
     done = run(*words, str(SCRIPT), "kill", "move", *how)
@@ -103,6 +103,7 @@ def test_all_workers_start_again_where_they_were(tmp_path):
     assert "training goes on at step 5, with the servers' values" in done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.procs
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.procs
 @pytest.mark.timeout(300)
 def test_a_second_model_does_not_get_the_values_of_the_first(tmp_path):

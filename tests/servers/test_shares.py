@@ -108,8 +108,8 @@ def test_workers_that_restart_train_all_batches_again():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("last", ["worker 1 ended before step 6"]),
-        ("break", ["rank 0: ServerError: worker 1 ended before step 4"]),
+        pytest.param("last", ["worker 1 ended before step 6"], marks=pytest.mark.full),
+        pytest.param("break", ["rank 0: ServerError: worker 1 ended before step 4"], marks=pytest.mark.full),
         pytest.param("exit", ["rank 0: ServerError: worker 1 ended before step 4"], marks=pytest.mark.full),
         (
             "skip",
@@ -118,12 +118,13 @@ def test_workers_that_restart_train_all_batches_again():
                 for rank in (0, 1)
             ],
         ),
-        (
+        pytest.param(
             "lr",
             [
                 f"rank {rank}: BatchError: lr of group 0 of the optimizer of step 4 differs between workers"
                 for rank in (0, 1)
             ],
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "values",

@@ -70,6 +70,7 @@ def check(folder: Path, ranks: list[int], steps: int) -> list[int]:
     return counts(folder, ranks[0])
 
 
+@pytest.mark.full  # tests/launch/test_continue.py has one that does, over machines
 def test_ranks_that_come_back(tmp_path):
     """They take state, position and order of samples from those that are left, in the middle of an epoch."""
     said = run(tmp_path, 3, 2, 14, [(0, 2, 3), (2, 4, 10)])
