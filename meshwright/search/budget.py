@@ -216,7 +216,8 @@ class TechniquesBudget:
     worse_in_a_row: int = 2
     # Solves of the search that places shardings and storage under the best techniques once more.
     again_solves: int = 16
-    # Of a step with techniques: where choices without them take more, no better ones without them are searched.
+    # Of a step with techniques: where choices without them take more, no better ones without them are searched. On
+    # large clusters, where that takes longest, `worth` more is enough.
     slow: float = 1.1
     # Moves to a quicker neighbour at the end.
     moves: int = 4

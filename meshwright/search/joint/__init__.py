@@ -73,7 +73,7 @@ def joint(
                     best = planner.under(best.techniques).settled(best)
                     if fits_in_both(planner, best):
                         return _turns(planner, _bounded(planner, search.space, best))
-            elif known is not None and (planner.size > AUTO.lighter_size or _plain_is_slow(search, known)):
+            elif known is not None and _plain_is_slow(search, known):
                 return _open(search, known, nearest, tried)
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
@@ -157,11 +157,12 @@ def _is_plain(planner: Planner, found: SearchResult) -> bool:
 
 def _plain_is_slow(search: _Joint, known: SearchResult) -> bool:
     """Whether what fits without techniques is so much slower than what is known with them that no search without them
-    is worth its time."""
+    is worth its time, which is long on a large cluster."""
     planner = search.planner
+    slow = 1 + TECHNIQUES.worth if planner.size > AUTO.lighter_size else TECHNIQUES.slow
     plain = [one for one in search.made.seen.values() if _is_plain(planner, one)]
     steps = [step_of(one) for one in plain if fits_in_both(planner, one)]
-    return bool(steps) and min(steps) >= TECHNIQUES.slow * step_of(known)
+    return bool(steps) and min(steps) >= slow * step_of(known)
 
 
 def _best(
