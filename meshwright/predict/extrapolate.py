@@ -42,17 +42,17 @@ def layered_times(
     the corresponding one of the first layer.
     """
     count = programs_in_time(few)
+    each_time = scattered_each_time(few)
     steps = [None if p is None else Lister(p, cluster, optimizer_states) for p in (few, *more)]
 
     def listed(programs: int) -> _Listed:
         parts = [one and one.issued(programs) for one in steps]
-        further = count - programs if scattered_each_time(few) else 0
-        return _Listed(few, parts, times, cluster, first, further)
+        return _Listed(few, parts, times, cluster, first, count - programs if each_time else 0)
 
-    if scattered_each_time(few) and count > FEW:
+    if each_time and count > FEW:
         with contextlib.suppress(Unlike):
             return listed(FEW).times()
-    if scattered_each_time(few) or count == 1:
+    if each_time or count == 1:
         return listed(count).times()
     # Only the last backward sends gradients: what others add grows by as much with each layer.
     found = _by_difference([one and times_of(one) for one in steps], times)

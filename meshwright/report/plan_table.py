@@ -136,7 +136,7 @@ def traffic(parts: Partition, only: Collection[str] | None = None) -> list[Traff
         size, rest = gradient.size_bytes, gradient.axes
         if gradient.parted:
             rest = tuple(a for a in gradient.axes if a not in gradient.cut)
-            part = held(parts.plan.states[gradient.name], mesh) * DTYPES[gradient.dtype]
+            part = largest_size(parts.plan.states[gradient.name], mesh) * DTYPES[gradient.dtype]
             if gradient.cut:
                 add(
                     "gradients",
@@ -174,15 +174,12 @@ def _inside(parts: Partition) -> dict[str, str]:
     }
 
 
-def held(layout: TensorLayout, mesh: Mesh) -> int:
-    """Return the elements of a value on the rank that holds most."""
-    return largest_size(layout, mesh)
-
-
 def parameter_bytes(parts: Partition) -> tuple[int, int]:
     """Return the bytes of all parameters: (of the full model, on the rank that holds most)."""
     entries = parts.resharded.graph.input_of("parameter")
-    mine = sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in entries)
+    mine = sum(
+        largest_size(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in entries
+    )
     return sum(i.type.size_bytes for i in entries), most_parameters(parts) if parts.plan.stages else mine
 
 
@@ -190,7 +187,9 @@ def hosted_bytes(parts: Partition) -> int:
     """Return the bytes of parameters in host memory, for the rank that holds most."""
     away = parts.resharded.hosted | parts.resharded.host_parameters
     there = (i for i in parts.resharded.graph.input_of("parameter") if i.name in away)
-    return sum(held(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there)
+    return sum(
+        largest_size(parts.resharded.layouts[i.name], parts.plan.mesh) * DTYPES[i.type.dtype] for i in there
+    )
 
 
 def cut_text(parts: Partition, node: Node) -> str:
@@ -227,7 +226,7 @@ def _sent(parts: Partition, node: Node) -> Sent:
     mesh, itemsize = parts.plan.mesh, DTYPES[node.outputs[0].dtype]
     backward = any(node.needs_grad)
     if node.op in TRANSFERS:
-        size = float(held(parts.resharded.layouts[node.name], mesh) * itemsize)
+        size = float(largest_size(parts.resharded.layouts[node.name], mesh) * itemsize)
         there, back = ("to_host", "to_device") if node.op == TO_HOST else ("to_device", "to_host")
         return [(there, size)], [(back, size)] if backward else []
     pair = parts.resharded.pairs[node.name]
@@ -364,7 +363,7 @@ def _updated(parts: Partition) -> str:
     if not parts.plan.states or parts.own:
         return ""
     trained = [i for i in parts.resharded.graph.input_of("parameter") if i.needs_grad]
-    size = sum(held(update_layout(parts, i), parts.plan.mesh) * DTYPES[i.type.dtype] for i in trained)
+    size = sum(largest_size(update_layout(parts, i), parts.plan.mesh) * DTYPES[i.type.dtype] for i in trained)
     return f" and updates {show_bytes(size)}"
 
 

@@ -124,6 +124,8 @@ class Evaluator:
         lines = self._lines(short.most, few, [long.most for long in longer])
         sizes = {instant: max(map(sum, each)) for instant, each in lines.items()}
         where = max(sizes, key=lambda instant: sizes[instant])
+        begin, end = next(i for i in lines if i.endswith(FORWARD)), LOSS_BACKWARD
+        kept = lines[end][0][1] - lines[begin][0][1]
         timed = timed and sizes[where] <= most
         step = self._step(short, longer, times) if timed else None
         last = {"update", *(self._stands(i) for long in longer for i in long.most if i not in short.most)}
@@ -136,7 +138,7 @@ class Evaluator:
             max(0.0, step.exposed_seconds) if step else 0.0,
             _highest(one for each in lines.values() for one in each),
             _highest(inside),
-            lines[LOSS_BACKWARD][0][1] - lines[next(i for i in lines if i.endswith(FORWARD))][0][1],
+            kept,
             timed=timed,
         )
 

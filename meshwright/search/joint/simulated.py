@@ -77,7 +77,9 @@ def quickest(
             tries += 1
             fitting.append((number, point))
             slower += best is not None
-            if twin is None and (spared := spared_seconds(made, candidate, point.techniques)) > 0:
+            if twin is not None:
+                continue  # what was found of it is known
+            if (spared := spared_seconds(made, candidate, point.techniques)) > 0:
                 made.partly.append((step_of(found) - spared, found))
             if step_of(found) < step:
                 found = sure(planner, found)
