@@ -219,6 +219,8 @@ class TechniquesBudget:
     # Of a step with techniques: where choices without them take more, no better ones without them are searched. On
     # large clusters, where that takes longest, `worth` more is enough.
     slow: float = 1.1
+    # Of the bound: how near to it a choice of the front without techniques needs no exact search.
+    near: float = 0.05
     # Moves to a quicker neighbour at the end.
     moves: int = 4
     # Of the step: with less communication exposed, interleaving and prefetch are not tried.

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.core.techniques import NONE, Techniques
 from meshwright.cost.cluster import Cluster
-from meshwright.redistribute.price_matrix import Table
+from meshwright.redistribute.price_matrix import Table, Value
 from meshwright.search.budget import AUTO, RECURSION
 from meshwright.search.compute_bound import Least
 from meshwright.search.context import SearchContext
@@ -24,7 +24,7 @@ from meshwright.search.pins import Seeds
 from meshwright.search.solve import Memory, Problem
 from meshwright.search.space.build import Space
 from meshwright.search.space.cache import SharedResults
-from meshwright.search.space.codes import values_of
+from meshwright.search.space.codes import NodeCodes, values_of
 from meshwright.search.space.codes_shared import all_codes
 from meshwright.search.space.constraints import constrained_options, honouring
 from meshwright.search.space.demands import Demands
@@ -106,23 +106,33 @@ class Planner:
         seeds: Seeds,
         request: Request,
         hosts: frozenset[str] = frozenset(),
+        like: Planner | None = None,
     ) -> None:
-        """`hosts`: the nodes of the context's graph that the host runs."""
+        """`hosts`: the nodes of the context's graph that the host runs; `like`: a planner of the same graph with the
+        same seeds and hosts on another mesh or under another request, of which what they share is taken."""
         self.context, self.seeds, self.request, self.hosts = context, seeds, request, hosts
         self.ties = ties_of(folds)
         self.folds, self.techniques = folds, request.techniques
         self.evaluator = self._evaluator()
         self.nodes = len(folds.full.nodes)
         self.table = Table(context.mesh, request.cluster.prices)
-        self.values = values_of(context.graph, context.factors)
-        self.codes = all_codes(context.graph, context.factors, self.values, self.ties)
-        pinned = {name for nodes in seeds.values() for name in nodes if name in self.codes}
-        required = {name: more for name in pinned if (more := constrained_options(seeds, self.codes[name]))}
-        if required:
-            self.codes = all_codes(context.graph, context.factors, self.values, self.ties, required)
-        priced = hosts if request.cluster.host_bytes_per_s else ()
-        self.kept = SharedResults(context.graph, self.values, self.codes, priced)
+        priced = hosts if request.cluster.host_bytes_per_s else frozenset()
+        self.kept = (
+            SharedResults(context.graph, *self._options(), priced) if like is None else like.kept.again()
+        )
+        self.values, self.codes = self.kept.values, self.kept.codes
         self._evaluated: dict[Hashable, Evaluation] = {}  # of all techniques
+
+    def _options(self) -> tuple[dict[str, Value], dict[str, NodeCodes]]:
+        """The values of the graph and the options of its nodes, on whatever mesh."""
+        graph, factors = self.context.graph, self.context.factors
+        values = values_of(graph, factors)
+        codes = all_codes(graph, factors, values, self.ties)
+        pinned = {name for nodes in self.seeds.values() for name in nodes if name in codes}
+        required = {name: more for name in pinned if (more := constrained_options(self.seeds, codes[name]))}
+        if required:
+            codes = all_codes(graph, factors, values, self.ties, required)
+        return values, codes
 
     def _evaluator(self) -> Evaluator | None:
         if not self.request.simulate:
@@ -142,7 +152,7 @@ class Planner:
 
     def with_request(self, request: Request) -> Planner:
         """The same under another request."""
-        other = Planner(self.context, self.folds, self.seeds, request, self.hosts)
+        other = Planner(self.context, self.folds, self.seeds, request, self.hosts, self)
         return other.under(self.techniques)
 
     def memory(self, space: Space, optimizer_states: int | None = None) -> Memory:

@@ -12,6 +12,7 @@ from meshwright.core.graph import RESHARD
 from meshwright.partition import partition
 from meshwright.partition.recompute import VIEWS
 from meshwright.search.exact_spaces import families_of
+from meshwright.search.joint.front import Front
 from meshwright.search.joint.pareto import front
 from meshwright.search.modes import plan_found
 from meshwright.search.techniques.apply import apply
@@ -22,7 +23,7 @@ from tests.search.planned import built
 @pytest.mark.parametrize("asked", [{"offload": ("activations",)}, {"slice_activation": True}], ids=str)
 def test_what_is_gathered_for_a_reader_is_kept_as_asked(asked: dict[str, Any]) -> None:
     made_for = planner("wide gpt", 1e9, cluster())
-    candidate = front(made_for, made_for.space(families_of(made_for)[0][1])).candidates[0]
+    candidate = front(Front(made_for), made_for.space(families_of(made_for)[0][1])).candidates[0]
     techniques = replace(made_for.techniques, **asked)
     found = made_for.under(techniques).found(candidate.space, candidate.states, {}, timed=False)
     graph = made_for.folds.full

@@ -25,13 +25,13 @@ from meshwright.search.joint.dimensions import (
     micro_batches_of,
     points,
 )
-from meshwright.search.joint.explain import technique_lines
+from meshwright.search.joint.explain import technique_lines, unopened_lines
 from meshwright.search.joint.fewer_layers import fewer_layers
 from meshwright.search.joint.front import Front
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
 from meshwright.search.joint.neighbours import neighbours, quicker
-from meshwright.search.joint.pareto import first_front, front, least_bytes, with_choice
+from meshwright.search.joint.pareto import first_front, front, least_bytes, quickest_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.joint.simulated import partly, quickest
 from meshwright.search.least_memory import any_fits
@@ -61,14 +61,13 @@ def joint(
     nearest: SearchResult | None = None
     tried = False
     if least_bytes(planner, search.space) <= limit:
-        if known is not None:
+        if known is not None or search.is_short:
             # Memory is short: the search without techniques takes longest, and seldom has the answer.
             known, tried = quickest(planner, search.made, search.over, known), True
             if known is not None and _is_plain(planner, known):
                 if _computes_alone(planner, known):
                     return _unopened(search, _bounded(planner, search.space, known))
-                if planner.size > AUTO.lighter_size and not planner.request.stop.now():
-                    # The front has what the search without techniques would take half a minute for.
+                if not planner.request.stop.now() and _is_enough(search, known):
                     best = _again(planner, known)
                     best = planner.under(best.techniques).settled(best)
                     if fits_in_both(planner, best):
@@ -108,9 +107,12 @@ class _Joint:
     @functools.cached_property
     def made(self) -> Front:
         """The choices that techniques are tried with."""
-        made = front(self.planner, self.space)
-        made.seen |= self.first.seen
-        return made
+        return front(self.first, self.space)
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """Whether what would be quickest without a limit takes more than there is."""
+        return quickest_bytes(self.first, self.space) > (self.planner.request.memory_bytes or math.inf)
 
 
 def _open(
@@ -142,12 +144,18 @@ def _computes_alone(planner: Planner, found: SearchResult) -> bool:
     return planner.least.in_one_stage() >= step_of(found) / (1 + TECHNIQUES.worth)
 
 
+def _is_enough(search: _Joint, found: SearchResult) -> bool:
+    """Whether a choice is so near to its bound that a search that is exact has little to gain, or the space so large
+    that it takes half a minute to find what the front has."""
+    if search.planner.size > AUTO.lighter_size:
+        return True
+    return step_of(found) <= (1 + TECHNIQUES.near) * _least_step(search.planner, search.space)
+
+
 def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
     """A choice with the techniques that were not looked at, and why."""
     share = search.planner.least.in_one_stage() / step_of(found)
-    names = ", ".join(d.name for d in search.over if len(d.values) > 1)
-    line = f"auto did not look at {names}: computing alone takes {share:.1%} of the step, whatever the techniques"
-    return replace(found, claims={**found.claims, "choices": (line,)})
+    return replace(found, claims={**found.claims, "choices": unopened_lines(search.over, found, share)})
 
 
 def _is_plain(planner: Planner, found: SearchResult) -> bool:
@@ -240,7 +248,8 @@ def _first(search: _Joint) -> SearchResult | None:
     for candidate in made.candidates[:1]:
         for point in points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques):
             size = made.sums(candidate, point.techniques)
-            if point.techniques == planner.techniques and size <= MEMORY.little_room * limit:
+            has_room = point.techniques == planner.techniques and size <= MEMORY.little_room * limit
+            if has_room and not search.is_short:
                 return None
             if size > limit:
                 continue

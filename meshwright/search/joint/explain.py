@@ -33,12 +33,21 @@ def technique_lines(
     return tuple(lines)
 
 
+def unopened_lines(over: tuple[Dimension, ...], answer: SearchResult, share: float) -> tuple[str, ...]:
+    """Lines for an `answer` of whose step computing alone takes such a share that no technique was looked at."""
+    names = ", ".join(d.name for d in over if len(d.values) > 1)
+    line = f"auto did not look at {names}: computing alone takes {share:.1%} of the step, whatever the techniques"
+    return (line, *(_chosen(d, answer.techniques) for d in over if d.why))
+
+
+def _chosen(dimension: Dimension, answer: Techniques) -> str:
+    text = f"auto chose {chosen(dimension.name, getattr(answer, dimension.name))}"
+    return f"{text}: {dimension.why}" if dimension.why else text
+
+
 def _line(
     made: Front, dimension: Dimension, best: SearchResult, near: Neighbour | None, answer: Techniques
 ) -> str:
-    text = f"auto chose {chosen(dimension.name, getattr(answer, dimension.name))}"
-    if dimension.why:
-        text += f": {dimension.why}"
     said = [_plainer(made, dimension, best)]
     if near is not None:
         more = near.seconds - best.claims["step_seconds"]
@@ -50,7 +59,7 @@ def _line(
         said.append(f"next best {shown(value_of(dimension, near.techniques))} {cost}")
     elif len(dimension.values) > 1:
         said.append("nothing else was found that fits")
-    return "; ".join([text, *filter(None, said)])
+    return "; ".join([_chosen(dimension, answer), *filter(None, said)])
 
 
 def _plainer(made: Front, dimension: Dimension, best: SearchResult) -> str:
@@ -83,4 +92,4 @@ def shown(value: Any) -> str:
     return repr(value) if value != "" and value != () else "none"
 
 
-__all__ = ["chosen", "later", "shown", "technique_lines"]
+__all__ = ["chosen", "later", "shown", "technique_lines", "unopened_lines"]

@@ -14,15 +14,17 @@ from meshwright.search.planner import Planner, SearchResult
 def further_ahead(planner: Planner, found: SearchResult, enough: float = math.inf) -> SearchResult:
     """Return the choice with its weights gathered further ahead, as long as that is quicker and fits; else itself.
 
-    Nothing is tried if the step were above `enough` seconds with no communication exposed, nor where memory has no
-    room for it: weights that are there earlier never take less.
+    Nothing is tried if the step would stay above `enough` seconds, nor where memory has no room for it: weights that
+    are there earlier never take less.
     """
+    most_saved = math.inf  # by one group more
     while (
         "prefetch" not in found.techniques.given
         and found.evaluation is not None
         and found.techniques.prefetch < TECHNIQUES.prefetch
         and fits_in_both(planner, found)
         and waits(found, enough)
+        and step_of(found) - (TECHNIQUES.prefetch - found.techniques.prefetch) * most_saved < enough
         and not planner.request.stop.now()
     ):
         under = planner.under(replace(found.techniques, prefetch=found.techniques.prefetch + 1))
@@ -36,19 +38,21 @@ def further_ahead(planner: Planner, found: SearchResult, enough: float = math.in
             longer = sure(planner, longer)
         if not fits_in_both(planner, longer) or step_of(longer) >= (1 - TECHNIQUES.worth) * step_of(found):
             return found
+        saved = step_of(found) - step_of(longer)
+        most_saved = saved if math.isinf(most_saved) else max(saved, most_saved)
         kept = {k: v for k, v in found.claims.items() if k not in longer.claims}
         found = replace(longer, claims={**kept, **longer.claims})
     return found
 
 
 def waits(found: SearchResult, enough: float = math.inf) -> bool:
-    """Return whether a step may wait for gathered weights, and would be below `enough` if it waited for nothing."""
+    """Return whether a step may wait for gathered weights, and would be below `enough` if it waited for none."""
     assert found.evaluation is not None
     exposed = found.evaluation.exposed_seconds
-    if exposed <= TECHNIQUES.exposed * step_of(found) or step_of(found) - exposed >= enough:
+    if exposed <= TECHNIQUES.exposed * step_of(found):
         return False
     gathers = found.techniques.micro_batches * found.space.least_gathers(found.states)
-    return gathers > TECHNIQUES.worth * step_of(found)
+    return gathers > TECHNIQUES.worth * step_of(found) and step_of(found) - min(gathers, exposed) < enough
 
 
 __all__ = ["further_ahead", "waits"]

@@ -269,7 +269,8 @@ class _World:
             axes = {level.name: level.size for level in cluster.levels if level.size > 1}
             mesh = cluster.place(Mesh.of(axes or {"ranks": 1}))
             context = SearchContext(self.folds.graph, self.factors, mesh)
-            self._planners[sizes] = Planner(context, self.folds, {}, replace(self.request, cluster=cluster))
+            request, like = replace(self.request, cluster=cluster), next(iter(self._planners.values()), None)
+            self._planners[sizes] = Planner(context, self.folds, {}, request, like=like)
         return self._planners[sizes]
 
     def front(self, cluster: Cluster) -> Front:

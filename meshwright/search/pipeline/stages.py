@@ -113,7 +113,7 @@ def stages(
     """
     fitting: list[Staged] = []
     found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
-    groups = _groups(cluster, found, examples, least)
+    groups = _groups(cluster, found, examples, least, uneven)
     _simulate(cluster, front_of, groups, fitting, enough, limit, (least, uneven), tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)
 
@@ -292,9 +292,14 @@ class _Group:
 
 
 def _groups(
-    cluster: Cluster, found: Sequence[Outer], examples: int, least: Callable[[Outer, int], float]
+    cluster: Cluster,
+    found: Sequence[Outer],
+    examples: int,
+    least: Callable[[Outer, int], float],
+    uneven: Callable[[Outer, int], float],
 ) -> list[_Group]:
-    """Configurations by the ranks that share a stage. None is quicker than its ranks compute at least, and wait."""
+    """Configurations by the ranks that share a stage. None is quicker than its slowest rank computes at least, and
+    waits."""
     alike: dict[tuple[int, ...], list[tuple[int, Outer]]] = {}
     for number, outer in enumerate(found):
         alike.setdefault(outer.taken, []).append((number, outer))
@@ -304,7 +309,7 @@ def _groups(
         inner = math.prod([axis.size for axis in inside.axes[-AUTO.recipe_axes :]])
         most = max(1, examples * inner // inside.size)
         seconds = [
-            least(outer, pieces) * (1 + outer.schedule.idle_share(outer.ranks, pieces))
+            least(outer, pieces) * (uneven(outer, pieces) + outer.schedule.idle_share(outer.ranks, pieces))
             for _, outer in each
             for pieces in powers()
             if pieces <= most and outer.schedule.can_be(outer.ranks, pieces)

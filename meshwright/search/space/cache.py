@@ -33,18 +33,19 @@ class SharedResults:
         values: Mapping[str, Value],
         codes: Mapping[str, NodeCodes],
         hosts: Collection[str] = (),
+        kinds: Mapping[str, int] | None = None,
     ) -> None:
-        """`hosts`: the nodes that the host runs."""
-        self.values, self.codes = values, codes
-        known: dict[Hashable, int] = {}
-        self._kinds = {
-            name: known.setdefault((kind_of(found, graph), name in hosts), len(known))
-            for name, found in codes.items()
-        }
+        """`hosts`: the nodes that the host runs; `kinds`: those of the nodes, where they are known."""
+        self.graph, self.values, self.codes, self.hosts = graph, values, codes, hosts
+        self._kinds = _kinds(graph, codes, hosts) if kinds is None else kinds
         self._states: dict[Hashable, NodeStates] = {}
         self._parameters: dict[Hashable, ParameterStates] = {}
         self.prices: dict[tuple[Value, bytes], np.ndarray] = {}  # of layouts met, see `layouts.Prices`
         self._of_graph: dict[Hashable, Any] = {}
+
+    def again(self) -> SharedResults:
+        """For the same graph on another mesh or cluster: without what has been priced."""
+        return SharedResults(self.graph, self.values, self.codes, self.hosts, self._kinds)
 
     def states(self, codes: NodeCodes, rows: np.ndarray, make: Callable[[], NodeStates]) -> NodeStates:
         """The states of a node with these rows of options, `make` for those of a kind not met so far."""
@@ -71,6 +72,15 @@ class SharedResults:
         if what not in self._of_graph:
             self._of_graph[what] = make()
         return self._of_graph[what]
+
+
+def _kinds(graph: Graph, codes: Mapping[str, NodeCodes], hosts: Collection[str]) -> dict[str, int]:
+    """Return a number for each node: nodes of one kind have the same."""
+    known: dict[Hashable, int] = {}
+    return {
+        name: known.setdefault((kind_of(found, graph), name in hosts), len(known))
+        for name, found in codes.items()
+    }
 
 
 def kind_of(codes: NodeCodes, graph: Graph) -> Hashable:

@@ -37,7 +37,7 @@ ASKED = ({}, {"recompute": "full"}, {"offload": ("activations",)}, {"recompute":
 def test_a_peak_that_was_simulated_is_not_estimated_by_another(order: int) -> None:
     """What lives for a moment differs by what is kept at all: of each set of techniques it is known apart."""
     made_for = planner("wide gpt", 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     candidate = next(c for c in made.candidates if c.examples > 1)
     found = {
         asked: made.evaluated(candidate, asked)
@@ -54,7 +54,7 @@ def test_a_front_is_the_same_whatever_the_limit() -> None:
     fronts: list[list[tuple[int, ...]]] = []
     for memory in (1e6, 3e6, 1e9):
         made_for = planner("wide gpt", memory, cluster())
-        made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+        made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
         fronts.append([candidate.states for candidate in made.candidates])
     assert fronts[0] == fronts[1] == fronts[2]
 
@@ -82,7 +82,7 @@ def test_what_is_far_from_its_bound_is_solved_with_more_work(
 def test_more_slices_and_more_on_the_host_make_no_step_shorter() -> None:
     """So that what was simulated with less of them says what more of them takes at least."""
     made_for = planner("wide gpt", 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     words = ("optimizer", "activations", "parameters")
     asked = [
         replace(made_for.techniques, offload=offload, slice_activation=slices)
@@ -101,7 +101,7 @@ def test_more_slices_and_more_on_the_host_make_no_step_shorter() -> None:
 
 def test_a_choice_that_may_use_memory_that_more_on_the_host_saves_says_nothing() -> None:
     made_for = planner("wide gpt", 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     plain, candidate = made_for.techniques, next(c for c in made.candidates if c.layer_bytes > 0)
     peak, more = made_for.peak_bytes(made.evaluated(candidate, plain)), replace(plain, offload=("optimizer",))
     for room, known in ((1.01 * candidate.layer_bytes, True), (0.99 * candidate.layer_bytes, False)):
@@ -118,7 +118,7 @@ def test_micro_batches_split_activations_and_not_weights_that_backward_gathers()
     assert request is not None
     context = SearchContext(folds.graph, factors_of(folds.graph), machine.mesh)
     made_for = Planner(context, folds, {}, request)
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     candidate = max(made.candidates, key=lambda one: one.layer_bytes)
     plain, asked = made_for.techniques, replace(made_for.techniques, micro_batches=2)
     made.evaluated(candidate, plain)
@@ -132,7 +132,7 @@ def test_micro_batches_split_activations_and_not_weights_that_backward_gathers()
 def test_what_the_update_takes_with_the_host_is_known_before_a_simulation(words: tuple[str, ...]) -> None:
     """The host's processor and the copies are most of such a step: its order among others depends on them."""
     made_for = planner("wide gpt", 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     plain, hosted = made_for.techniques, replace(made_for.techniques, offload=words)
     for candidate in made.candidates[:3]:
         expected = made.least_seconds(candidate, hosted) - made.least_seconds(candidate, plain)
@@ -147,7 +147,7 @@ def test_no_step_is_shorter_than_its_bound(recompute: str, slower: float) -> Non
     """Recompute, the starts of kernels for each micro-batch and waits for the host are in the bound."""
     machine = replace(cluster(), host_bytes_per_s=cluster().host_bytes_per_s / slower)
     made_for = planner("wide gpt", 1e9, machine)
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     for candidate in made.candidates[:4]:
         for pieces, shard, words in itertools.product((1, 4), (False, True), ((), ("activations",), HOSTED)):
             if pieces > candidate.examples or (shard and pieces == 1):
@@ -173,7 +173,7 @@ def test_no_step_is_shorter_than_its_bound(recompute: str, slower: float) -> Non
 def test_no_more_leaves_the_device_by_the_sums_than_in_the_program(model: str) -> None:
     """What an operator keeps itself, as a softmax does, stays: a link that seems busy hides plans that are quick."""
     made_for = planner(model, 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     asked = replace(made_for.techniques, offload=("activations",))
     for candidate in made.candidates[:3]:
         found = made_for.under(asked).found(candidate.space, candidate.states, {}, timed=False)
@@ -185,7 +185,7 @@ def test_no_more_leaves_the_device_by_the_sums_than_in_the_program(model: str) -
 def test_the_sums_of_an_update_are_those_of_its_simulation() -> None:
     """An optimizer that updates all parameters at once copies them."""
     made_for = planner("wide gpt", 1e9, cluster())
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     candidate, cuda = made.candidates[0], made_for.request.cluster
     graph, choice = made_for.folds.full, candidate.space.choice(candidate.states)
     assert made_for.evaluator is not None
@@ -201,7 +201,7 @@ def test_the_sums_of_an_update_are_those_of_its_simulation() -> None:
 def test_the_sums_of_a_candidate_are_those_of_its_space_to_the_last_bit(in_flight: float) -> None:
     made_for = planner("wide gpt", 1e9, cluster())
     made_for = made_for.with_request(replace(made_for.request, in_flight=in_flight))
-    made = front(made_for, made_for.space(families_of(made_for)[0][1]))
+    made = front(Front(made_for), made_for.space(families_of(made_for)[0][1]))
     for candidate in made.candidates:
         for point in points(dimensions(made_for), made_for.techniques):
             expected = made.memory(candidate.space, point.techniques).totals(candidate.states)
