@@ -161,7 +161,7 @@ class _Cut:
     def terms(self, number: int) -> Graph:
         """Return the program of one micro-batch in a round."""
         wanted = dict.fromkeys(n.uses[0] for n in self._of_round(number))
-        nodes = tuple(n for n in self.early if n.name not in self._sums and self.level[n.name] <= number)
+        nodes = tuple(n for n in self.early if n.name not in self._sums and self.level[n.values[0]] <= number)
         before = [n.name for n in self.added if self.level[n.name] <= number]
         return self._program(nodes, before, tuple((v, v) for v in wanted))
 
