@@ -136,6 +136,22 @@ def test_nothing_fits_and_the_report_says_how_much_is_needed():
     assert found.nearest is not None and memory.totals(found.nearest)[0] >= least[0] * (1 - 1e-9)
 
 
+def test_a_part_without_a_known_choice_is_searched_on(monkeypatch):
+    """A solve may end without a choice of its part, where to prove that there is none takes too much work."""
+    calls: list[int] = []
+
+    def sometimes(problem, **options):
+        calls.append(0)
+        if len(calls) % 3 == 0:
+            raise NoStates(None, proven=False)
+        return solve(problem, **options)
+
+    monkeypatch.setattr("meshwright.search.solve.lagrange.solve", sometimes)
+    for seed in range(40):
+        calls.clear()
+        against_enumeration(seed)
+
+
 def test_a_refusal_without_a_number_tightens_until_it_is_accepted():
     problem, memory = blocks(20, 8, seed=3)
     limits = memory.totals(solve(problem).states) * 0.7

@@ -224,11 +224,11 @@ class _Search:
             self.spent or self.over or part.bound >= self.price or math.isinf(part.bound)
         ):
             chosen = [s for s in self.known if part.has(s)]
-            prices = np.array([self.known[s][0] for s in chosen])
-            amounts = np.array([self.known[s][1] for s in chosen]).reshape(len(chosen), -1)
             if not chosen:
                 self.solve(part, centre)
                 continue
+            prices = np.array([self.known[s][0] for s in chosen])
+            amounts = np.array([self.known[s][1] for s in chosen])
             far = float(prices.max() + stretch * (np.ptp(prices) + 0.01 * np.abs(prices).max() + 1e-300))
             aim, high, weights = multipliers(prices, amounts, goal, far)
             part.split = split_of(
