@@ -1,15 +1,17 @@
-"""A time limit is a promise: a search that does not end by itself is left behind, and its best plan so far is taken.
+"""A time limit is a promise, and so is Ctrl-C: a search that does not end by itself is left behind, and its best plan
+so far is taken.
 
 Loops of a search look at its `Stop` and return what they have, but work between two looks may take seconds on large
-models. So a search with a time limit runs on a thread of its own, and offers each plan that fits as soon as it is
-known. The caller waits a little longer than the limit, takes the quickest plan that was offered, and ends the thread.
+models. So a search runs on a thread of its own, and offers each plan that fits as soon as it is known. The caller waits
+a little longer than the limit, or than the moment at which an end was asked for, takes the quickest plan that was
+offered, and ends the thread.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 import ctypes
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,24 +27,24 @@ TO_END, TO_FIND = 0.5, 0.75
 
 
 def within_time(stop: Stop, search: Callable[[], T]) -> T:
-    """Return what `search` does, or the best that it offered where it takes longer than its `Stop` has seconds.
+    """Return what `search` does, or the best that it offered where it goes on after the time limit of its `Stop`, or
+    after the user or the progress callback asked for the end.
 
     Raises what `search` raises, and PlanError where the time is up and nothing that fits was found.
     """
-    if not math.isfinite(stop.seconds):
-        return search()
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            future.set_result(search())
+            future.set_result(context.run(search))
         except BaseException as error:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="meshwright search", daemon=True)
     thread.start()
     try:
-        while not future.done() and time.monotonic() < stop.ends + (TO_END if stop.offered else TO_FIND):
+        while not future.done() and time.monotonic() < _end(stop):
             concurrent.futures.wait([future], timeout=0.05)
     except BaseException:  # a second Ctrl-C
         _give_up(thread)
@@ -59,6 +61,13 @@ def within_time(stop: Stop, search: Callable[[], T]) -> T:
         hint='a longer time_limit; or another mode: "recursive_programming" searches less than "auto", "data_parallel" '
         "nothing",
     )
+
+
+def _end(stop: Stop) -> float:
+    """Until when to wait for a search, on the clock of `time.monotonic`. Who asks for the end waits for a plan."""
+    if stop.offered is None:
+        return stop.ends + TO_FIND
+    return min(stop.ends, stop.asked) + TO_END
 
 
 class _LeftBehind(BaseException):

@@ -80,7 +80,7 @@ class Request:
         """Call `progress`, and note where it asks for the end."""
         self.stop.stage = stage
         if self.progress(stage, price, bound) is True:
-            self.stop.interrupted = True
+            self.stop.interrupt()
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ from typing import Any
 class Stop:
     """Decides when a search ends early, which it does only once something that fits is known (`arm`).
 
-    `seconds`: the time limit, from `begin` on; `ends`: that instant of `time.monotonic`. `interrupted`: the user or the
-    callback asked for the end. `over`: the search was ended early. `offered` makes the best answer so far. `stage`:
-    what the search does now. `keeps`: of how many answers it remembers, quickest first, with the seconds of their step,
-    what makes them (`seen`).
+    `seconds`: the time limit, from `begin` on; `ends`: that instant of `time.monotonic`; `asked`: when the user or the
+    callback asked for the end (`interrupt`). `over`: the search was ended early. `offered` makes the best answer so
+    far. `stage`: what the search does now. `keeps`: of how many answers it remembers, quickest first, with the seconds
+    of their step, what makes them (`seen`).
     """
 
     seconds: float = math.inf
-    interrupted: bool = False
     over: bool = False
     offered: Callable[[], Any] | None = None
     stage: str = ""
     keeps: int = 0
     seen: list[tuple[float, Callable[[], Any]]] = field(default_factory=list)
     ends: float = math.inf
+    asked: float = math.inf
     _armed: bool = False
     _offered_seconds: float = math.inf
     _parts: int = 0
@@ -45,6 +45,15 @@ class Stop:
         """Start the clock, unless it runs."""
         if self.ends == math.inf:
             self.ends = time.monotonic() + self.seconds
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user or the callback asked for the end."""
+        return self.asked < math.inf
+
+    def interrupt(self) -> None:
+        """Ask for the end."""
+        self.asked = min(self.asked, time.monotonic())
 
     def arm(self) -> None:
         """Something that fits is known."""
@@ -105,7 +114,7 @@ class Stop:
         def heard(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
                 before(number, frame)
-            self.interrupted = True
+            self.interrupt()
 
         signal.signal(signal.SIGINT, heard)
         try:

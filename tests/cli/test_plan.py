@@ -14,6 +14,7 @@ from meshwright.compile import captured_of
 from meshwright.errors import ClusterError, MeshError, PlanError
 from meshwright.examples import mlp
 from meshwright.plan.plan import Plan
+from tests.search.planned import press_ctrl_c
 
 
 def test_the_plan_is_that_of_the_function(tmp_path, meshwright):
@@ -126,8 +127,6 @@ def test_meshes_pins_and_optimizers():
 
 
 def test_an_interrupt_in_the_search_gives_the_best_so_far(tmp_path, meshwright, monkeypatch):
-    import signal
-
     from meshwright.cli.progress import Watch
 
     reports = []
@@ -135,7 +134,7 @@ def test_an_interrupt_in_the_search_gives_the_best_so_far(tmp_path, meshwright, 
     def interrupted(watch, stage, price=None, bound=None):
         reports.append(stage)
         if len(reports) == 1:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
     monkeypatch.setattr(Watch, "__call__", interrupted)
     done = meshwright("plan", "zoo:mlp", "--cluster", "preset:h100:4", "-o", tmp_path / "p.json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from meshwright.errors import PlanError
 from meshwright.search.joint.front import Front
 from meshwright.search.pipeline import choose as chosen
 from tests.breadth import first
-from tests.search.planned import GPU, built
+from tests.search.planned import GPU, built, press_ctrl_c
 
 
 def cluster(slow: float) -> Cluster:
@@ -34,7 +33,7 @@ class Stop:
         self.later += self.interrupted
         if not self.interrupted and self.wanted(stage):
             self.interrupted = True
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
 
 def planned(slow: float, **how):
@@ -244,7 +243,7 @@ def test_the_first_answer_is_in_stages_then_and_an_interrupt_gives_it(
     def progress(stage: str, price: float | None, bound: float | None) -> None:
         if looked and stage.endswith(" stages"):
             answers.append(price)
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
     monkeypatch.setattr(chosen, "stages", searched)
     plan = small(1e3, progress=progress)

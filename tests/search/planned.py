@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import signal
+import threading
+import time
 from typing import Any
 
 import torch
@@ -117,6 +120,12 @@ def sequence(depth: int) -> Any:
     torch.manual_seed(0)
     modules = [one for _ in range(depth) for one in (nn.Linear(64, 64), nn.ReLU())]
     return nn.Sequential(*modules), {"x": torch.randn(64, 64)}, lambda m, b: m(b["x"]).square().mean()
+
+
+def press_ctrl_c() -> None:
+    """From the thread of a search: interrupt the main thread, and wait until it has heard of it."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(0.2)
 
 
 @functools.cache

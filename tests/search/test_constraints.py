@@ -28,7 +28,7 @@ from meshwright.search.space.families import named
 from meshwright.search.space.variables import Choice
 from meshwright.search.space.wiring import Ties
 from tests.breadth import quick
-from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, tight
+from tests.search.planned import MESHES, SEARCHES, built, cluster, free, made, press_ctrl_c, tight
 
 
 def cuts_of(plan: Plan, module: str) -> list[dict[str, tuple[str, ...]]]:
@@ -150,7 +150,7 @@ def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
 
     def interrupted(evaluator: Evaluator, choice: Choice, *, timed: bool = True) -> Evaluation:
         calls.append(choice)
-        signal.raise_signal(signal.SIGINT)
+        press_ctrl_c()
         return in_full(evaluator, choice, timed=timed)
 
     monkeypatch.setattr(Evaluator, "in_full", interrupted)
@@ -173,8 +173,8 @@ def test_an_interrupt_ends_the_exact_search_with_the_best_so_far(after: int) -> 
 
 def test_a_second_ctrl_c_interrupts() -> None:
     def progress(stage: str, price: float | None, bound: float | None) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        press_ctrl_c()
+        press_ctrl_c()
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

@@ -87,8 +87,20 @@ def test_results_and_errors_pass_through() -> None:
     assert within_time(begun(60.0), lambda: "made") == "made"
     with pytest.raises(PlanError, match="nothing fits"):
         within_time(begun(60.0), fail)
-    here = threading.current_thread()
-    assert within_time(begun(float("inf")), threading.current_thread) is here
+    assert within_time(begun(float("inf")), lambda: "made") == "made"
+
+
+def test_who_asks_for_the_end_gets_what_is_known_by_then() -> None:
+    """Also from work that does not look at whether it should end, and without a time limit."""
+    stop = begun(float("inf"))
+
+    def search() -> str:
+        stop.interrupt()
+        time.sleep(0.1)  # nothing is known yet: the search goes on
+        return endless(stop, (1.0, "known"))
+
+    assert within_time(stop, search) == "known"
+    assert stop.over
 
 
 @pytest.mark.parametrize(

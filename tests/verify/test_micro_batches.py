@@ -137,7 +137,9 @@ class Head(torch.nn.Module):
             case "a counter":
                 self.seen += 1
                 return each.sum()
-            case "a split of the batch":  # an operator with two results before the first that reads a parameter
+            case (
+                "a split of the batch"
+            ):  # an operator with two results before the first that reads a parameter
                 few, many = x.split((2, 4), -1)
                 return F.cross_entropy(self.down(self.up(torch.cat((many, few), -1))), y)
             case "a sum of the batch":

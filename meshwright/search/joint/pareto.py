@@ -145,6 +145,7 @@ def _take(made: Front, name: str, space: Space, problems: Iterable[Problem]) -> 
     floor, seen = space.problem(1.0), set[tuple[int, ...]]()
     stop = made.planner.request.stop
     for asked in problems:
+        made.planner.tell("choices from quick to small")
         if stop.now():
             return
         found = tuple(_nearly(made, asked, stop.now).states)

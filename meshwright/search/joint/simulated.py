@@ -71,6 +71,7 @@ def quickest(
             except PlanError:  # too few examples, or a loss that needs the full batch
                 continue
             twins.add(number, point.techniques, found)
+            planner.tell("techniques", step_of(best) if best else None, None)
         if not fits_in_both(planner, found):
             over_limit.append(planner.peak_bytes(found))
         else:
@@ -86,7 +87,7 @@ def quickest(
                 if fits_in_both(planner, found):
                     best, slower = found, 0
                     offer(planner, found)
-            planner.tell("techniques", step_of(best) if best else None, None)
+                    planner.tell("techniques", step_of(best), None)
     return best
 
 
