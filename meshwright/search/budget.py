@@ -206,6 +206,8 @@ class TechniquesBudget:
     # Of the step: what interleaving, or a technique of little use, must save to be taken, and what a choice must be
     # expected to save to be simulated.
     worth: float = 0.01
+    # Techniques that the first answer is tried with where computing layers again is not enough.
+    first_tries: int = 4
     # Searches under techniques where nothing else fits, and the simulations × nodes × axes that they may take together:
     # on thousands of ranks one would take longer than all before it.
     searches: int = 6

@@ -9,6 +9,7 @@ skipped: more of a technique never makes the step of the same choice shorter.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
 from meshwright.search.joint.neighbours import neighbours, quicker
 from meshwright.search.joint.pareto import first_front, front, least_bytes, quickest_bytes, with_choice
 from meshwright.search.joint.prefetch import further_ahead
-from meshwright.search.joint.simulated import partly, quickest
+from meshwright.search.joint.simulated import partly, quickest, quickest_untried
 from meshwright.search.least_memory import any_fits
 from meshwright.search.memory_limit import fits_in_both, limited, offer, step_of, sure
 from meshwright.search.planner import Planner, SearchResult
@@ -132,7 +133,7 @@ def _open(
                 raise too_large(planner, nearest)
             return _bounded(planner, space, known)
         return _turns(planner, known)
-    if known is not None and _computes_alone(planner, known):
+    if known is not None and _is_plain(planner, known) and _computes_alone(planner, known):
         return _unopened(search, known)
     if known is None and is_hopeless(planner, space, over):
         raise hopeless(planner, over, nearest)
@@ -242,19 +243,18 @@ def _least_step(planner: Planner, space: Space) -> float:
 
 def _first(search: _Joint) -> SearchResult | None:
     """A first answer, where memory is short: data parallel over tensor parallel inside, storage sharded, with layers
-    computed again. Where there is room, `auto` has one as soon."""
+    computed again; where that does not fit, under the techniques that are expected to be quickest. Where there is room,
+    `auto` has one as soon."""
     planner, made = search.planner, search.first
     limit = planner.request.memory_bytes or 0.0
     for candidate in made.candidates[:1]:
-        for point in points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques):
-            size = made.sums(candidate, point.techniques)
-            has_room = point.techniques == planner.techniques and size <= MEMORY.little_room * limit
-            if has_room and not search.is_short:
-                return None
-            if size > limit:
-                continue
-            found = sure(planner, made.evaluated(candidate, point.techniques))
-            if fits_in_both(planner, found):
+        if made.sums(candidate, planner.techniques) <= MEMORY.little_room * limit and not search.is_short:
+            return None
+        again = points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques)
+        wanted = [(candidate, p.techniques) for p in again if made.sums(candidate, p.techniques) <= limit]
+        for one, asked in itertools.chain(wanted, quickest_untried(made, search.over)):
+            found = made.evaluated(one, asked, most=TECHNIQUES.slack * limit)
+            if fits_in_both(planner, found) and fits_in_both(planner, found := sure(planner, found)):
                 offer(planner, found)
                 planner.tell("recipe", step_of(found), None)
                 return found

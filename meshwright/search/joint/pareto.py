@@ -50,11 +50,7 @@ def front(first: Front, space: Space) -> Front:
     for name, recipe, examples in _recipes(planner):
         _add(made, name, recipe, TECHNIQUES.recipe_prices, examples)
     # These split the batch as far as it goes, where that is the quickest: others leave micro-batches their examples.
-    for name, recipe, examples in _recipes(planner, 1, many=True):
-        if examples > planner.techniques.pieces:
-            asked = replace(planner.techniques, micro_batches=min(TECHNIQUES.many, examples))
-            plain, memory = recipe.problem(micro_batches=asked.micro_batches), made.memory(recipe, asked)
-            _take(made, name, recipe, _weighed(made, recipe, plain, memory, TECHNIQUES.recipe_prices))
+    _add_of_many(made, 1, TECHNIQUES.recipe_prices)
     return made
 
 
@@ -69,11 +65,22 @@ def stage_front(planner: Planner) -> Front:
 
 
 def first_front(planner: Planner) -> Front:
-    """One choice: the recipe with most ranks inside, its storage sharded."""
+    """The recipe with most ranks inside, its storage sharded; and that which leaves micro-batches most examples."""
     made = Front(planner)
     for name, recipe, _ in _recipes(planner, AUTO.recipe_axes):
         _add(made, name, recipe, TECHNIQUES.recipe_prices[1:])
+    _add_of_many(made, AUTO.recipe_axes, TECHNIQUES.recipe_prices[1:])
     return made
+
+
+def _add_of_many(made: Front, least: int, prices: Prices) -> None:
+    """The choices of the recipes with at least so many axes inside, that leave micro-batches their examples."""
+    planner = made.planner
+    for name, recipe, examples in _recipes(planner, least, many=True):
+        if examples > planner.techniques.pieces:
+            asked = replace(planner.techniques, micro_batches=min(TECHNIQUES.many, examples))
+            plain, memory = recipe.problem(micro_batches=asked.micro_batches), made.memory(recipe, asked)
+            _take(made, name, recipe, _weighed(made, recipe, plain, memory, prices))
 
 
 def _recipes(planner: Planner, least: int = 0, *, many: bool = False) -> Iterator[tuple[str, Space, int]]:

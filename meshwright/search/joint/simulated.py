@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.core.techniques import ACTIVATIONS, Techniques
@@ -91,6 +91,32 @@ def quickest(
     return best
 
 
+def quickest_untried(made: Front, over: tuple[Dimension, ...]) -> Iterator[tuple[Candidate, Techniques]]:
+    """Yield what was not simulated and is expected to be quickest of what may fit, a few; simulations in between are
+    taken into account."""
+    planner = made.planner
+    limit = planner.request.memory_bytes or math.inf
+    rows = [
+        (made.likely_seconds(candidate, point.techniques), number, place)
+        for number, candidate in enumerate(made.candidates)
+        for place, point in enumerate(distinct(over, planner.techniques))
+        if point.techniques.pieces <= candidate.examples
+    ]
+    asked = [point.techniques for point in distinct(over, planner.techniques)]
+    rows.sort()
+    tries = 0
+    for _, number, place in rows:
+        candidate, techniques = made.candidates[number], asked[place]
+        if (candidate, techniques) in made.seen or made.overfills_host(candidate, techniques):
+            continue
+        if made.peak_bytes(candidate, techniques) > limit or not made.saves(candidate, techniques):
+            continue
+        yield candidate, techniques
+        tries += 1
+        if tries == TECHNIQUES.first_tries or planner.request.stop.now():
+            return
+
+
 def spared_seconds(made: Front, candidate: Candidate, techniques: Techniques) -> float:
     """About the seconds that are spared if only as many layers are computed again as the limit asks for; 0 where none
     must be, and where what is not computed again goes to the host."""
@@ -130,4 +156,4 @@ def partly(made: Front, best: SearchResult, chosen: SearchResult) -> tuple[Searc
     return best, chosen
 
 
-__all__ = ["partly", "quickest", "spared_seconds"]
+__all__ = ["partly", "quickest", "quickest_untried", "spared_seconds"]
