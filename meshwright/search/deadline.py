@@ -58,8 +58,7 @@ def within_time(stop: Stop, search: Callable[[], T]) -> T:
     raise PlanError(
         f"no plan was found within {stop.seconds:g} s",
         why=f"the search was at: {stop.stage or 'the options of every operator'}; nothing that fits was known by then",
-        hint='a longer time_limit; or another mode: "recursive_programming" searches less than "auto", "data_parallel" '
-        "nothing",
+        hint="a longer time_limit, or none: then the search ends by itself, with a plan or with what does not fit",
     )
 
 
