@@ -204,5 +204,10 @@ def built_from(
     """The same of a configuration."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        images = config["model_type"] in ("vit", "resnet")
-        return from_config(folder, batch=batch, sequence=None if images else sequence)
+        return from_config(folder, batch=batch, sequence=None if reads_images(config) else sequence)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """True for a classifier of images: by the class that its configuration names, else by a size of images."""
+    named = next(iter(config.get("architectures") or ()), "")
+    return "ForImageClassification" in named or ("image_size" in config and "For" not in named)

@@ -32,7 +32,7 @@ MEDIAN_GOAL, WORST_GOAL = 5.0, 20.0  # seconds after capture
 START_SECONDS = (
     60.0  # a process may take these beside its own limit: loading torch, the model, a kept capture
 )
-LENGTHS = ("max_position_embeddings", "max_target_positions")
+WHY = "  why:"  # how an error of ours begins the line of its reason
 console = Console(width=max(150, Console().width), highlight=False)
 
 
@@ -51,8 +51,11 @@ class Row:
 
 def row_of(model: str, config: Mapping[str, Any], ranks: int, options: argparse.Namespace) -> Row:
     """A row with a batch of at least one sample a rank, and as many tokens as are asked for and the model allows."""
+    from bench.models import reads_images
+    from meshwright.examples.configs import LENGTHS
+
     longest = min((config[k] for k in LENGTHS if isinstance(config.get(k), int)), default=options.sequence)
-    sequence = None if "image_size" in config else min(options.sequence, longest)
+    sequence = None if reads_images(config) else min(options.sequence, longest)
     batch = options.batch or max(BATCH, ranks)
     return Row(model, config, ranks, batch, sequence, options.mode, options.time_limit)
 
@@ -93,7 +96,8 @@ def plan_row(row: Row) -> dict[str, Any]:
             model, batch, loss=loss, cluster=cluster, mode=row.mode, time_limit=row.time_limit, progress=note
         )
     except mw.MeshwrightError as error:
-        return took() | {"refused": f"{type(error).__name__}: {error.what}"}
+        said = ": ".join(t for t in (type(error).__name__, error.what, error.why) if t)
+        return took() | {"refused": said}
     all_of_it, claims = took(), plan.claims
     step = claims.get("step_seconds", claims.get("price_seconds"))
     return all_of_it | {
@@ -127,10 +131,13 @@ def child(what: str, row: Row, seconds: float) -> dict[str, Any]:
 
 
 def _reason(text: str) -> str:
-    """What an error says first, from the output of a process that failed."""
+    """What an error says first, and why, from the output of a process that failed."""
     lines = text.strip().splitlines()
     start = max((n for n, line in enumerate(lines) if line.startswith("  File ")), default=-1)
-    return next((line for line in lines[start + 1 :] if line and not line.startswith(" ")), "")
+    said = [line for line in lines[start + 1 :] if line]
+    what = next((line for line in said if not line.startswith(" ")), "")
+    why = (line.removeprefix(WHY).strip() for line in said if line.startswith(WHY))
+    return ": ".join([what, *why])
 
 
 def measured(row: Row, capture_limit: float, uncaptured: dict[tuple[str, int], str]) -> dict[str, Any]:
@@ -152,9 +159,9 @@ def line_of(row: Row, took: Mapping[str, Any]) -> list[str]:
     batch = f"{row.batch:,}" + (f" × {row.sequence:,}" if row.sequence else "")
     head = [row.model, f"{row.ranks:,}", batch, f"{took['capture']:.1f}" if "capture" in took else ""]
     if "error" in took:
-        return [*head, "", "", "", "", "", took["error"][:100]]
+        return [*head, "", "", "", "", "", took["error"]]
     if "refused" in took:
-        return [*head, "", f"{took['processor']:.1f}", "", "", "", took["refused"][:100]]
+        return [*head, "", f"{took['processor']:.1f}", "", "", "", took["refused"]]
     gap, peak = took["gap"], took["peak"]
     return [
         *head, f"{took['near']:.1f}", f"{took['processor']:.1f}", f"{took['step']:.4g} s",

@@ -30,7 +30,17 @@ KINDS = {  # kind of model → the table of transformers that lists its classes;
     "classify": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
-LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "n_ctx")
+LENGTHS = (  # what configurations call the most tokens of a sequence
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "context_length",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
 OWN_FILE = "write a function that returns (model, batch, loss), and give file.py:function"
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bench import models, planned
+from meshwright.errors import CaptureError
 from tests.breadth import first
 
 TINY = {
@@ -43,6 +44,47 @@ def test_what_does_not_fit_is_a_refusal_with_its_seconds(monkeypatch, tmp_path):
     took = planned.plan_row(planned.row_of("wide", wide, 2, options))
     assert "DoesNotFit" in took["refused"] and took["wall"] > 0
     assert planned.summary([took]).startswith("0 planned, 1 refused, 0 failed")
+
+
+@pytest.mark.parametrize(
+    ("config", "sequence"),
+    [
+        ({"model_type": "gptj", "n_positions": 2048}, 2048),
+        ({"model_type": "mpt", "max_seq_len": 1024}, 1024),
+        ({"model_type": "rwkv", "context_length": 1024}, 1024),
+        ({"model_type": "led", "max_encoder_position_embeddings": 8, "max_decoder_position_embeddings": 4}, 4),
+        ({"model_type": "mamba2", "max_position_embeddings": None}, planned.SEQUENCE),
+        ({"model_type": "swin", "image_size": 224}, None),
+        ({"model_type": "siglip", "architectures": ["SiglipForImageClassification"]}, None),
+        ({"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "image_size": 56}, planned.SEQUENCE),
+    ],
+)  # fmt: skip
+def test_a_row_has_the_tokens_that_its_model_allows_or_images(config, sequence):
+    assert planned.row_of("a", config, 8, planned.parsed([])).sequence == sequence
+
+
+def test_a_model_of_images_beside_text_opens(tmp_path):
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"image_size": 24, "patch_size": 8, **small}
+    config = {
+        "model_type": "siglip",
+        "architectures": ["SiglipForImageClassification"],
+        "vision_config": vision,
+    }
+    _, batch, _ = models.built_from(config | {"text_config": small}, 8, 4096)
+    assert batch["pixel_values"].shape == (8, 3, 24, 24)
+
+
+def test_an_error_is_shown_with_its_reason():
+    row = planned.row_of("a", TINY, 8, planned.parsed([]))
+    error = CaptureError("the model " + 90 * "x" + " cannot be captured", why="its reason", hint="a hint")
+    failed = (
+        f'Traceback (most recent call last):\n  File "a.py", line 1\n    raise\nm.CaptureError: {error}\n'
+    )
+    said = planned._reason(failed)
+    assert said.endswith("cannot be captured: its reason") and "hint" not in said
+    assert planned.line_of(row, {"error": said})[-1] == said
+    assert planned.line_of(row, {"processor": 1.0, "refused": said})[-1] == said
 
 
 @pytest.mark.parametrize("name", first(4, PUBLISHED))
