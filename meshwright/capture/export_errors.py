@@ -26,6 +26,9 @@ DATA_DEPENDENT = (
     "DataDependentOutputException",
     "DynamicOutputShapeException",
 )
+READS_VALUES = (
+    "a branch, a loop or a size there is data-dependent: it is known only when a step has the values"
+)
 
 
 def explained(error: Exception) -> CaptureError:
@@ -43,17 +46,20 @@ def explained(error: Exception) -> CaptureError:
         if depends
         else "the model cannot be exported"
     )
+    why = f"{type(error).__name__}: {first[:300]}"
     if "meta" in first and "two devices" in first:
         return CaptureError(
             "the model and the batch are on different devices",
-            why=f"{type(error).__name__}: {first[:300]}",
+            why=why,
             where=line_of_error(error),
             hint="make the batch where the model is: with torch.device('meta'): batch = …",
         )
     where, hint = line_of_error(error), "write it with torch.where, or " if depends else ""
     if depends and "layerdrop" in where:  # some models of transformers skip layers at random
         hint = "layerdrop=0 in its configuration (encoder_layerdrop and decoder_layerdrop for some), or "
-    return CaptureError(what, why=f"{type(error).__name__}: {first[:300]}", where=where, hint=hint + AS_IT_IS)
+    if depends and where:
+        why = READS_VALUES
+    return CaptureError(what, why=why, where=where, hint=hint + AS_IT_IS)
 
 
 def without_tensors(batch: Any, error: Exception) -> CaptureError:

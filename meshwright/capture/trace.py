@@ -29,7 +29,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from meshwright.capture.copy_layers import PREFIX, UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
 from meshwright.capture.equal_layers import EqualLayers
-from meshwright.capture.export_errors import explained, own_error_in, without_tensors
+from meshwright.capture.export_errors import AS_IT_IS, explained, own_error_in, without_tensors
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
@@ -268,7 +268,8 @@ def _refuse_custom_backward(frame: Any, inner: Any) -> None:
         where=_line_of(_out_of_torch(frame)),
         hint="checkpoint(..., use_reentrant=False), or mw.recompute(module)"
         if reentrant
-        else "register it with torch.library.custom_op and register_autograd, and give it a rule with mw.rule",
+        else f"{AS_IT_IS}; or, in code of your own, register it with torch.library.custom_op and register_autograd, "
+        "and give it a rule with mw.rule",
     )
 
 

@@ -159,6 +159,8 @@ def _class(file: Path, data: dict[str, Any], config: Any) -> tuple[str, Any]:
     }
     named = data.get("architectures") or []
     name = named[0] if isinstance(named, list) and named else None
+    if name is not None and not hasattr(transformers, str(name)):  # MPTForCausalLM is MptForCausalLM now
+        name = next((n for n in dir(transformers) if n.lower() == str(name).lower()), name)
     if name is not None and not hasattr(transformers, str(name)):
         mine = {n for t in tables.values() for n in _names(t.get(config.model_type, ()))}
         raise ModelError(
@@ -179,7 +181,18 @@ def _class(file: Path, data: dict[str, Any], config: Any) -> tuple[str, Any]:
     raise ModelError(
         f"no batch is known for {name or config.model_type}",
         why="hf: opens language models, encoder-decoders, Whisper, masked language models, and classifiers",
-        hint=OWN_FILE,
+        hint=f"{OWN_FILE}, or call mw.plan(model, batch, loss=…){_language_model(data, config, tables['causal'])}",
+    )
+
+
+def _language_model(data: dict[str, Any], config: Any, known: Mapping[str, Any]) -> str:
+    """How the language model within another one is planned, if there is one."""
+    if config.get_text_config() is config:
+        return ""
+    inner = data.get("text_config")
+    alone = isinstance(inner, dict) and inner.get("model_type") in known
+    return "; or plan its language model alone: a config.json " + (
+        'with what "text_config" holds' if alone else "of that model"
     )
 
 

@@ -134,7 +134,9 @@ class Straight(torch.autograd.Function):
 
 
 def test_custom_autograd_function_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)autograd.Function.*test_traps.py:\d+.*custom_op"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)autograd.Function.*test_traps.py:\d+.*mw.manual_step.*custom_op"
+    ):
         run(*net(lambda model, x: Straight.apply(model.a(x))))
 
 
@@ -205,6 +207,20 @@ def test_data_dependent_control_flow_names_the_line() -> None:
         run(*net(body))
     assert "test_traps.py" in error.value.where and "if h.sum() > 0" in error.value.where
     assert "data parallel: mw.manual_step" in error.value.hint
+    assert "data-dependent" in error.value.why and "Guard" not in str(error.value)
+
+
+def test_a_loop_over_what_was_found_is_told_without_the_words_of_torch() -> None:
+    def body(model: Net, x: torch.Tensor) -> torch.Tensor:
+        h = model.a(x)
+        for row in (x.sum(-1) > 0).nonzero():
+            h = h.index_fill(0, row, 0.0)
+        return h
+
+    with pytest.raises(CaptureError) as error:
+        run(*net(body))
+    assert "for row in (x.sum(-1) > 0).nonzero()" in error.value.where
+    assert "a loop" in error.value.why and "u0" not in str(error.value)
 
 
 def test_item_is_refused() -> None:

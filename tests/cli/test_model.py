@@ -182,7 +182,23 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
     assert "no architecture 'LlamaForCasualLM'" in text and "did you mean 'LlamaForCausalLM'" in text
     text = refused(f"hf:{config(tmp_path, 'llama', num_attention_heads='four')}")
     assert "not a valid configuration of llama" in text and "num_attention_heads" in text
-    assert "no batch is known for" in refused(f"hf:{config(tmp_path, 'wav2vec2')}")
+
+
+def test_a_class_may_be_named_in_other_case(tmp_path):
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "max_seq_len": 16}
+    opened = open_model(f"hf:{config(tmp_path, 'mpt', architectures=['MPTForCausalLM'], **sizes)}")
+    assert type(opened.model).__name__ == "MptForCausalLM"
+    assert opened.batch["input_ids"].shape == (8, 16)
+
+
+def test_a_model_without_a_known_batch_is_told_how_it_can_be_planned(tmp_path):
+    text = refused(f"hf:{config(tmp_path, 'wav2vec2')}")
+    assert "no batch is known for" in text and "file.py:function, or call mw.plan(model, batch" in text
+    assert "language model alone" not in text
+    text = refused(f"hf:{config(tmp_path, 'llava', text_config={'model_type': 'mistral'})}")
+    assert 'language model alone: a config.json with what "text_config" holds' in text
+    text = refused(f"hf:{config(tmp_path, 'qwen2_vl', hidden_size=32)}")
+    assert "language model alone: a config.json of that model" in text
 
 
 def test_a_sequence_longer_than_the_model_is_refused(tmp_path):
