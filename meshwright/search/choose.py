@@ -9,6 +9,7 @@ from meshwright.errors import DoesNotFit
 from meshwright.ops.analysis import factors_of
 from meshwright.plan.plan import Plan
 from meshwright.search.annotations import mesh_of_pins
+from meshwright.search.attention_dropout import with_attention_dropout
 from meshwright.search.compute_bound import Least
 from meshwright.search.deadline import within_time
 from meshwright.search.equal_layers import ties_of
@@ -39,12 +40,12 @@ def choose(wanted: Wanted) -> Plan:
         if request.any_fits:
             return _chosen(wanted)
         if wanted.mode not in (None, "auto"):
-            return within_time(request.stop, lambda: _chosen(wanted))
+            return with_attention_dropout(within_time(request.stop, lambda: _chosen(wanted)), wanted)
         try:
             made = within_time(request.stop, lambda: _chosen(wanted))
         except DoesNotFit as error:
             raise or_servers(error, wanted) from None
-    return with_servers(_with_bound(made, wanted), wanted)
+    return with_attention_dropout(with_servers(_with_bound(made, wanted), wanted), wanted)
 
 
 def _with_bound(made: Plan, wanted: Wanted) -> Plan:
