@@ -7,9 +7,13 @@ import torch
 
 import meshwright as mw
 from meshwright.cli.arguments import techniques_of
+from meshwright.compile import captured_of
 from meshwright.core.techniques import NONE, matches, ranges, techniques_from
 from meshwright.errors import PlanError, RunError
 from meshwright.examples import gpt, mlp
+from meshwright.examples.zoo import hugging_face
+from meshwright.report.claims import technique_lines
+from meshwright.search.techniques.layers import layers_of
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,54 @@ def test_numbered_layers_have_a_range_for_a_pattern():
         named = [k for k in known if matches(pattern, k)]
         assert len(named) == {"embed": 1, "blocks.0-11": 12, "blocks.14": 1, "head.0-1": 2}[pattern]
     assert not matches("blocks.0-5", "blocks.6.up.weight") and not matches("blocks.0-5", "blocks.weight")
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        # The order of T5's layers, whose decoder's first starts early.
+        (
+            [
+                "encoder.block.0.layer.0",
+                *(f"decoder.block.0.layer.{n}" for n in (0, 1)),
+                "encoder.block.0.layer.1",
+                *(f"encoder.block.{k}.layer.{n}" for k in range(1, 12) for n in (0, 1)),
+            ],
+            ["encoder.block.0-11.layer.0-1", "decoder.block.0.layer.0-1"],
+        ),
+        (
+            ["h.0.layer.0", *(f"h.{k}.layer.{n}" for k in range(1, 24) for n in (0, 1)), "h.24.layer.0"],
+            ["h.0.layer.0", "h.24.layer.0", "h.1-23.layer.0-1"],
+        ),
+        (["stages.0.2", "stages.0.1", "stages.1.4"], ["stages.0.1-2", "stages.1.4"]),
+        (["a.0", "a.01", "a.1.b", "a.2.b", "a"], ["a.0", "a.01", "a.1-2.b", "a"]),
+        ([], []),
+    ],
+)
+def test_numbers_inside_of_names_have_ranges_too(names, patterns):
+    """As patterns they match the same modules: what is printed may be given."""
+    assert ranges(names) == patterns
+    stems = ("encoder.block", "decoder.block", "h")
+    for module in (f"{stem}.{k}.layer.{n}" for stem in stems for k in range(26) for n in range(3)):
+        said = any(matches(pattern, f"{module}.weight") for pattern in patterns)
+        assert said == any(matches(name, f"{module}.weight") for name in names)
+
+
+def test_what_auto_says_of_layers_in_blocks_may_be_given():
+    """T5's layers are two lists deep: the patterns fit in a line, and as an option they mean the same."""
+    model, batch, loss = hugging_face("t5", layers=3)
+    graph = captured_of(model, batch, loss).graph
+    names = [layer.name for layer in layers_of(graph)]
+    patterns = ranges(names[:9])
+    assert len(patterns) <= 3 < 9
+    said = techniques_from({"recompute": dict.fromkeys(patterns, "full")})
+    typed = techniques_of([technique_lines(said)[0][1]])
+    assert techniques_from(typed).recompute == said.recompute
+    keeps = [
+        mw.plan(model, batch, loss=loss, mesh=2, recompute=dict.fromkeys(asked, "full")).keeps
+        for asked in (typed["recompute"], names[:9])
+    ]
+    assert keeps[0] == keeps[1] and keeps[0]
 
 
 def test_layers_of_a_range_are_computed_again():

@@ -315,16 +315,39 @@ def _matches_part(wanted: str, part: str) -> bool:
 
 
 def ranges(names: Iterable[str]) -> list[str]:
-    """Names of layers as patterns: those that end with consecutive numbers as one, ``blocks.0-5``."""
-    found: list[tuple[str, int, int]] = []  # what stands before the number, the first, the last; -1 for none
-    for name in names:
-        head, dot, tail = name.rpartition(".")
-        number = int(tail) if tail.isdigit() else -1
-        if number > 0 and found and found[-1][0] == head + dot and 0 <= found[-1][2] == number - 1:
-            found[-1] = (head + dot, found[-1][1], number)
+    """Names of layers as patterns for `matches`: those that differ in consecutive numbers as one, ``blocks.0-5`` or
+    ``encoder.block.1-23.layer.0-1``. The patterns match the modules of these names, and no others."""
+    found = list(dict.fromkeys(tuple(name.split(".")) for name in names))
+    for place in reversed(range(max(map(len, found), default=0))):  # the innermost numbers first
+        found = _joined(found, place)
+    return [".".join(parts) for parts in found]
+
+
+def _joined(names: Iterable[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
+    """Names as parts, where those that differ in consecutive numbers at a place are one."""
+    numbers: dict[tuple[str, ...], set[int]] = {}  # name without its number → its numbers
+    for parts in names:
+        part = parts[place] if place < len(parts) else ""
+        if part.isdigit() and str(int(part)) == part:
+            numbers.setdefault((*parts[:place], "", *parts[place + 1 :]), set()).add(int(part))
         else:
-            found.append((head + dot, number, number) if number >= 0 else (name, -1, -1))
-    return [head if a < 0 else f"{head}{a}" if a == b else f"{head}{a}-{b}" for head, a, b in found]
+            numbers[parts] = set()
+    return [
+        (*parts[:place], span, *parts[place + 1 :]) if found else parts
+        for parts, found in numbers.items()
+        for span in (_spans(found) or [""])
+    ]
+
+
+def _spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as text, consecutive ones as ``0-5``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
 def techniques_from(given: Mapping[str, Any]) -> Techniques:
