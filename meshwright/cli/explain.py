@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,13 +73,16 @@ def explain(
 
 def _from_file(loaded: Plan, what: str | None, every: bool, as_json: bool) -> None:
     from meshwright.report.explain_node import choices, folded, matching
+    from meshwright.report.layers_of_file import narrowed
 
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
+    loaded, told = narrowed(loaded, what) if what is not None else (loaded, ())
     found = choices(loaded, names, None)
     if as_json:
         _print_json(loaded, [(m, n, c, {}) for m, n, c in folded(found)])
     else:
         _print(loaded, found, what, every, lambda c: (), lambda c: 0.0)
+        _print_dim(told)
 
 
 def _with_model(
@@ -105,6 +109,8 @@ def _with_model(
         out().print(plan_view(parts, every=every))
         _print_claims(loaded)
         return
+    if what is not None:
+        loaded = loaded.check(captured.graph)  # all layers, of which a file lists two
     names = matching(loaded, what) if what is not None else tuple(loaded.strategies)
     machines = () if machine is None else (machine,)
     if machine is not None and loaded.stages:  # operators are priced on the ranks that share a stage
@@ -166,12 +172,18 @@ def _print(loaded: Plan, found: Any, what: str | None, every: bool, others: Any,
 
 
 def _print_stages(loaded: Plan) -> None:
+    from meshwright.report.stages import plan_stage_lines
+
+    _print_dim(plan_stage_lines(loaded))
+
+
+def _print_dim(lines: Sequence[str]) -> None:
+    """Print lines after an empty one."""
     from rich.text import Text
 
     from meshwright.cli.common import out
-    from meshwright.report.stages import plan_stage_lines
 
-    screen, lines = out(), plan_stage_lines(loaded)
+    screen = out()
     if lines:
         screen.print()
     for line in lines:

@@ -6,7 +6,6 @@ neighbours, and a cluster the seconds.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from meshwright.predict.price import Price
 from meshwright.redistribute import describe
 from meshwright.redistribute.steps import LOCAL
 from meshwright.report.diff import LAYER, cut_words, layout_words, short
+from meshwright.report.layers_of_file import matching_modules, modules_of
 from meshwright.report.plan_table import cut_text
 
 
@@ -76,24 +76,23 @@ class Choice:
 
 
 def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
-    """Return the nodes that a pattern matches: ``%linear_3`` (or without %) one node, ``blocks.*.up`` those of modules.
+    """Return the nodes that a pattern matches: ``%linear_3`` (or without %) one node, ``blocks.*.up`` or
+    ``blocks.0-5.up`` those of modules.
 
-    Modules inside match, too. Raises PlanError when there is none.
+    Modules inside match, too. A layer that a plan file leaves out has the nodes of the one that stands for it. Raises
+    PlanError when there is none.
     """
     name = pattern.removeprefix("%")
     if name in plan.strategies:
         return (name,)
-    found = tuple(
-        n
-        for n, (_, module) in plan.about.items()
-        if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}.*")
-    )
+    found = tuple(matching_modules(plan, pattern))
     if not found:
-        modules = {module for _, module in plan.about.values() if module}
+        modules = {m for each in modules_of(plan).values() for m in each if m}
         folded = {LAYER.sub("*", m) for m in modules}
+        operators = sum(plan.times.get(n, 1) for n in plan.strategies)
         raise PlanError(
             f"no operator or module of the plan matches {pattern!r}",
-            why=f"it has {len(plan.strategies)} operators in {len(modules)} modules",
+            why=f"it has {operators} operators in {len(modules)} modules",
             hint=did_you_mean(pattern, modules | folded if len(pattern) > 2 else folded),
         )
     return found
@@ -153,7 +152,7 @@ def folded(found: Sequence[Choice]) -> list[tuple[str, int, Choice]]:
     rows: list[tuple[str, int, Choice]] = []
     for (where, *_), same in grouped.items():
         first = same[0]
-        one = len({c.module or c.node for c in same}) == 1
+        one = len({c.module or c.node for c in same}) == 1 and first.times == 1
         rows.append(
             ((first.module or f"%{first.node}") if one else str(where), sum(c.times for c in same), first)
         )

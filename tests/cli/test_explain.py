@@ -153,6 +153,21 @@ def test_it_answers_in_json(file, meshwright):
         assert row["cut"] == "batch=dp n=tp" and row["seconds"]["forward"] > 0 and len(row["otherwise"]) > 2
 
 
+def test_a_layer_that_the_file_leaves_out_is_explained(tmp_path, meshwright):
+    """The file lists two of five equal layers; with the model all have their own names of operators."""
+    (tmp_path / "deep.py").write_text(
+        "from meshwright.examples import mlp\n\n\ndef build():\n    return mlp.build(depth=5)\n"
+    )
+    model, file = f"{tmp_path}/deep.py:build", tmp_path / "plan.json"
+    assert meshwright("plan", model, "--mesh", "dp=2,tp=2", "-o", file).code == 0
+    alone, full = meshwright("explain", file, "up.3"), meshwright("explain", file, "up.3", "--model", model)
+    for done in (alone, full):
+        assert done.code == 0 and done.out.startswith("up.3   linear") and "×" not in done.out
+    assert "the file lists up.1 for up.3" in alone.out and "%linear_3\n" in alone.out
+    assert "the file lists" not in full.out and "%linear_7\n" in full.out and "up.3.weight" in full.out
+    assert meshwright("explain", file, "%linear_7", "--model", model).code == 0
+
+
 def test_what_cannot_be_explained_says_why(file, meshwright):
     done = meshwright("explain", file, "upp.*")
     assert done.code == 2 and "did you mean" in done.err
