@@ -19,6 +19,10 @@ from meshwright.report.fit_table import FittedTable, Prose
 from meshwright.report.units import show_seconds
 
 MOST = 6  # alternatives of one operator that are worth reading
+CHEAPER = (
+    "− is cheaper by the sum of prices. The step may still take longer, as less overlaps, or more memory: to compare, "
+    "plan with a pin."
+)
 
 
 def _plain(*headings: str) -> Table:
@@ -79,6 +83,7 @@ def choice_page(
             parts += [Text(""), _edges(title, edges)]
     if others:
         parts += [Text(""), _others(others, mesh, price_seconds, c.batch)]
+        parts += [Text(CHEAPER, style="dim")] if any(o.more_seconds < 0 for o in others) else []
     return Group(*parts)
 
 

@@ -1,4 +1,9 @@
-"""Alternatives of a node and the seconds that they would add."""
+"""Alternatives of a node and the seconds that they would add, by sums of prices.
+
+A search that simulates steps may choose what sums call dearer: in a step transfers overlap with computation, and what
+is made of weights is sent again for each micro-batch, which sums count once. So what sums call cheaper than the choice
+is not known to be better, and is not named.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,12 @@ from meshwright.search.planner import SearchResult
 from meshwright.search.space.build import Space
 from meshwright.search.space.codes import NodeCodes
 
+ROUNDED = 1e-9  # of sums of the same prices in another order
+
 
 def next_best(found: SearchResult) -> dict[str, str]:
-    """For each node of the graph its best other strategy with the neighbours as they are, and what it would add (for
-    one layer, where several are planned as one)."""
+    """For each node of the graph the strategy that costs least of those that cost more, with the neighbours as they
+    are, and what it would add (for one layer, where several are planned as one)."""
     space, states = found.space, found.states
     problem = space.problem(micro_batches=found.techniques.micro_batches)
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(problem.unary))}
@@ -32,10 +39,12 @@ def next_best(found: SearchResult) -> dict[str, str]:
             total += (matrix + problem.unary[u]).min(axis=1) if follows else matrix[:, states[u]]
         now = total[states[v]]
         total[states[v]] = np.inf
+        total[total < now * (1 - ROUNDED)] = np.inf
         if np.isfinite(total).any():
             other = int(np.argmin(total))
+            more = max(0.0, total[other] - now)
             texts[name] = (
-                f"{_text(node.codes, node.rows[other], space)} at {1e3 * (total[other] - now) / copies[name]:+.3g} ms"
+                f"{_text(node.codes, node.rows[other], space)} at {1e3 * more / copies[name]:+.3g} ms"
             )
     return texts
 

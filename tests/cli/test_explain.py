@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 import meshwright as mw
 from meshwright.cli.model import cut
@@ -15,8 +17,9 @@ from meshwright.errors import PlanError
 from meshwright.examples import mlp
 from meshwright.ops.strategy import layouts
 from meshwright.predict.price import program_price
-from meshwright.report.alternatives import alternatives
+from meshwright.report.alternatives import Alternative, alternatives
 from meshwright.report.explain_node import choices, folded, matching
+from meshwright.report.explain_node_view import choice_page
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +146,17 @@ def test_model_and_cluster_say_the_rest(file, meshwright):
         assert text in done.out
     table = meshwright("explain", file, "--model", "zoo:mlp").out
     assert "parameters:" in table
+
+
+def test_a_price_below_the_choice_says_what_it_is(made):
+    """A sum of prices is no step."""
+    _, plan, parts = made
+    (down,) = choices(plan, ["linear_2"], parts)
+    for more, said in ((-1e-3, True), (0.0, False), (1e-3, False)):
+        other = Alternative(plan.strategies["linear_1"], more)
+        screen = Console(width=200, file=io.StringIO())
+        screen.print(choice_page("down.0", 1, down, plan.mesh, [other], 1.0))
+        assert ("cheaper by the sum of prices" in screen.file.getvalue()) == said
 
 
 def test_it_answers_in_json(file, meshwright):
