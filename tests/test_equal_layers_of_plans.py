@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.compile import captured_of
@@ -12,6 +17,22 @@ from meshwright.core.layout import TensorLayout
 from meshwright.examples import mlp
 from meshwright.plan.plan import Plan
 from tests.test_plan import with_hubs
+
+
+class StochasticDepth(torch.nn.Module):
+    """A perceptron whose later layers are left out more often, as those of vision transformers are."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(depth))
+
+    def forward(self, x_bd: torch.Tensor) -> torch.Tensor:
+        """[batch, width] → [batch, width]."""
+        for number, layer in enumerate(self.layers, 1):
+            kept = 1 - number / (2 * len(self.layers))
+            drawn_b1 = (kept + torch.rand(len(x_bd), 1)).floor()
+            x_bd = x_bd + F.dropout(F.relu(layer(x_bd)), 1 - kept) / kept * drawn_b1
+        return x_bd
 
 
 def deep(depth: int = 5) -> Any:
@@ -61,3 +82,26 @@ def test_a_layer_that_differs_is_said_in_full() -> None:
     ):
         read = Plan.from_json(odd.folded(captured.graph, folds).to_json()).check(captured.graph)
         assert replace(read, folds=()) == replace(odd, folds=())
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}])
+def test_layers_of_which_a_float_differs_are_planned_once(mesh: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 24), "y": torch.randn(8, 24)}
+    model, loss = StochasticDepth(6), lambda m, b: F.mse_loss(m(b["x"]), b["y"])
+    captured = captured_of(model, batch, loss)
+    (block,) = captured.folding.blocks
+    assert block.repeats == 6 and captured.folding.unique_nodes < len(captured.graph.nodes) / 3
+    plan = mw.plan(
+        model,
+        batch,
+        loss=loss,
+        mesh=mesh,
+        mode="sharding_propagation",
+        pins={"layers.*": {"n": "tp"}} if "tp" in mesh else None,
+    )
+    assert plan.folds == ((block.start, block.length, 6),)
+    plan.save(tmp_path / "plan.json")
+    loaded = mw.Plan.load(tmp_path / "plan.json").check(captured.graph)
+    assert loaded == plan
+    mw.verify(model, batch, loss=loss, plan=loaded).raise_if_different()

@@ -129,7 +129,8 @@ def key_of(model: torch.nn.Module, batch: Any, loss: Callable[..., Any]) -> str:
 def _own_source() -> str:
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in (*sorted(here.glob("*.py")), here.parent / "core" / "graph.py"):
+    core = here.parent / "core"
+    for path in (*sorted(here.glob("*.py")), core / "folding.py", core / "graph.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -1,11 +1,12 @@
 """Find the repeated blocks of a graph (the layers of a transformer), so that plans are made once per kind of layer.
 
-A block repeats when `period` nodes later the same operators follow with the same literals and types. Each of their
-inputs must be the same value (a mask, a rotary table), the value `period` nodes later (inside the block, or from the
-block before), or a separate parameter of the same type. The outside inputs of the first block correspond to the results
-of its predecessor in later ones, and have the same type. Candidate periods are the distances between equal runs of 1,
-2, 4, … nodes, so the work is n log n. Where kinds of layers take turns (local and global attention read another mask),
-a few layers together are the block: multiples of the period are candidates, too.
+A block repeats when `period` nodes later the same operators follow with the same literals and types (`signature` says
+which floats are alike). Each of their inputs must be the same value (a mask, a rotary table), the value `period` nodes
+later (inside the block, or from the block before), or a separate parameter of the same type. The outside inputs of the
+first block correspond to the results of its predecessor in later ones, and have the same type. Candidate periods are
+the distances between equal runs of 1, 2, 4, … nodes, so the work is n log n. Where kinds of layers take turns (local
+and global attention read another mask), a few layers together are the block: multiples of the period are candidates,
+too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.folding import Block, Folding, signature
-from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
+from meshwright.core.graph import Graph, Node
 
 MAX_PERIODS = 48
 MAX_ROTATIONS = 64
@@ -120,21 +121,6 @@ def _numbers(graph: Graph) -> _View:
             live[stop + 1] -= 1
     inputs = tuple(f"{i.role} {i.type} {i.needs_grad}" for i in graph.inputs)
     return _View(graph.nodes, np.array(tokens, dtype=np.int64), tuple(wires), inputs, np.cumsum(live))
-
-
-def _text(node: Node) -> str:
-    args = node.args[:2] if node.op == "meshwright.dropout" else node.args
-    kwargs = tuple((k, v) for k, v in node.kwargs if k != "seed")
-    results = " ".join(map(str, node.outputs))
-    return f"{node.op} {_literal(args)} {_literal(kwargs)} {results} {node.needs_grad} {node.marks}"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, Ref):
-        return "%"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_literal, value))})"
-    return str(value) if isinstance(value, Dtype | Device) else repr(value)
 
 
 def _runs(tokens: np.ndarray, periods: Iterable[int]) -> Iterator[Run]:
@@ -261,5 +247,5 @@ def _key(view: _View, start: int, period: int) -> str:
             else:
                 kind = view.inputs[-1 - number] if number < 0 else "value"
                 marks.append(f"{kind} {outside.setdefault((number, result), len(outside))}")
-        digest.update(f"{_text(view.nodes[i])} {marks}\n".encode())
+        digest.update(f"{signature(view.nodes[i])} {marks}\n".encode())
     return digest.hexdigest()[:16]

@@ -6,12 +6,22 @@ the ports that read them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from meshwright.core.graph import Graph, Node, Ref
+from meshwright.core.graph import Graph, Node, Ref, of_aten
 from meshwright.errors import PlanError
+
+# Operators whose plan may depend on the value of a float: bounds that may be equal, and powers and norms, of which
+# torch computes some in another way than the rest.
+BY_VALUE = frozenset(
+    of_aten(
+        "histc pow.Scalar pow.Tensor_Scalar float_power.Scalar float_power.Tensor_Scalar cdist pairwise_distance "
+        "renorm norm.Scalar norm.ScalarOpt_dim linalg_norm linalg_vector_norm"
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +90,27 @@ def _differs(why: str) -> PlanError:
 
 
 def signature(node: Node) -> Hashable:
-    """Return all of a node except its wiring, name, module, source line, and seed slot."""
+    """Return all of a node that a plan depends on, except its wiring: no name, module, source line, or seed slot.
+
+    Numbers of different types differ, as integers do. Other floats than zero, infinity and nan are all alike, except
+    for the operators of `BY_VALUE`: rules, prices and what autograd saves ask at most whether a float is zero. So
+    layers fold whose dropout or scale rises with their number.
+    """
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
-    kwargs = tuple([(k, _plain(v)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
-    return node.op, _plain(args), kwargs, node.outputs, node.needs_grad, node.marks
+    alike = node.op not in BY_VALUE
+    kwargs = tuple([(k, _plain(v, alike)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
+    return node.op, _plain(args, alike), kwargs, node.outputs, node.needs_grad, node.marks
 
 
-def _plain(value: Any) -> Hashable:
-    """Return a literal without references. Equal numbers of different types stay different."""
+def _plain(value: Any, alike: bool) -> Hashable:
+    """Return a literal without references, and without the value of a float if floats are `alike`."""
     if isinstance(value, tuple):
-        return tuple([_plain(v) for v in cast("tuple[Any, ...]", value)])
+        return tuple([_plain(v, alike) for v in cast("tuple[Any, ...]", value)])
     if isinstance(value, Ref):
         return Ref
     kind = cast("type[object]", type(value))
+    if alike and kind is float and value and math.isfinite(value):
+        return float
     return value if kind is int or kind is str or value is None else (kind, repr(value))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.capture import Block, capture, fold
+from meshwright.core.folding import signature
 from meshwright.core.graph import Graph, Input, Node, Ref, TensorType, map_refs, verify
 from meshwright.examples import gpt, mlp
 from meshwright.examples.zoo import hugging_face
@@ -77,9 +78,40 @@ def test_a_few_odd_layers_take_no_turns() -> None:
 
 def test_another_literal_ends_a_block() -> None:
     graph = layers(8)
-    odd = replace(graph.nodes[17], args=(graph.nodes[17].args[0], 0.5, 3))
+    odd = replace(graph.nodes[17], args=(graph.nodes[17].args[0], 0.0, 3))
     graph = replace(graph, nodes=(*graph.nodes[:17], odd, *graph.nodes[18:]))
     assert max(b.repeats for b in fold(graph).blocks) == 4
+
+
+def test_floats_may_rise_with_the_layer() -> None:
+    """As the rate of stochastic depth does; plans do not depend on it."""
+    graph = layers(8)
+    nodes = [
+        replace(n, args=(n.args[0], 0.01 * (i + 1), i)) if i % 5 == 2 else n
+        for i, n in enumerate(graph.nodes)
+    ]
+    (block,) = fold(replace(graph, nodes=tuple(nodes))).blocks
+    assert block == fold(graph).blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "one", "other", "alike"),
+    [
+        ("aten.mul.Tensor", 0.5, 0.25, True),
+        ("aten.mul.Tensor", 0.5, -2.0, True),
+        ("aten.mul.Tensor", 2.0, 2, False),
+        ("aten.mul.Tensor", 2, 3, False),
+        ("aten.mul.Tensor", 0.5, 0.0, False),
+        ("aten.mul.Tensor", 0.0, -0.0, False),
+        ("aten.mul.Tensor", 0.5, float("inf"), False),
+        ("aten.mul.Tensor", float("inf"), float("-inf"), False),
+        ("aten.mul.Tensor", float("nan"), float("nan"), True),
+        ("aten.pow.Tensor_Scalar", 2.0, 3.0, False),
+    ],
+)
+def test_which_literals_are_alike(op: str, one: float, other: float, alike: bool) -> None:
+    made = [Node("a", op, (Ref("x"), value), (), (T,), (True,)) for value in (one, other)]
+    assert (signature(made[0]) == signature(made[1])) == alike
 
 
 def test_nothing_to_fold() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.core.folding import signature
 from meshwright.cost.operator_tables import UNFUSED
 from meshwright.cost.operators import work
+from meshwright.ops.saved import saved
 from meshwright.ops.table import rule_of
 from tests.ops.prove import Sample, plain, sample, type_of
 from tests.ops.sample_calls import T, f, i
@@ -184,3 +188,29 @@ def test_cutting_a_letter_cuts_the_work() -> None:
     assert half.flops_forward == whole.flops_forward / 2
     assert half.flops_backward == whole.flops_backward / 2
     assert half.bytes_forward < whole.bytes_forward
+
+
+def other_floats(value: Any) -> Any:
+    """An argument with other finite floats; zeros stay."""
+    if isinstance(value, tuple):
+        return tuple(map(other_floats, value))
+    return value / 2 if isinstance(value, float) and math.isfinite(value) else value
+
+
+def test_floats_that_fold_change_no_rule_price_or_saved_tensor() -> None:
+    """For every operator: `signature` may leave out the value of a float."""
+    compared = 0
+    for case in (build() for builds in SAMPLES.values() for build in builds):
+        node, types = case.node, case.graph.types
+        kwargs = tuple((name, other_floats(value)) for name, value in node.kwargs)
+        other = replace(node, args=other_floats(node.args), kwargs=kwargs)
+        if other == node or signature(other) != signature(node):
+            continue
+        compared += 1
+        rule, wanted = rule_of(node, types), [t.requires_grad for t in case.tensors]
+        assert rule_of(other, types) == rule, node
+        for device in ("cpu", "cuda"):
+            assert saved(other, types, wanted, device) == saved(node, types, wanted, device), node
+            made = [work(n, rule, rule.sizes, types, wanted, device=device) for n in (node, other)]
+            assert made[0] == made[1], node
+    assert compared > 50
