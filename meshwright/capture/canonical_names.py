@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,17 +32,58 @@ def share_constants(graph: Graph) -> Graph:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """Move values of iotas, constants and buffers to the front: all layers share them, so they are part of none."""
-    fixed = {i.name for i in graph.inputs if i.role in ("buffer", "constant")}
-    early, late = [], []
+    """Move values of iotas, constants and buffers to the front: all layers share them, so they are part of none.
+
+    What a single layer computes of a buffer (the decay of its heads) goes to the start of that layer instead, so that
+    equal layers stay equal.
+    """
+    given = {i.name for i in graph.inputs if i.role in ("buffer", "constant")}
+    fixed = set(given)
+    early: list[Node] = []
+    late: list[Node] = []
     for node in graph.nodes:
         random = node.op == DROPOUT or node.kwarg("seed") is not None
         if not random and fixed.issuperset(node.uses):
             fixed.update(node.values)
+            given.update(node.values if given.intersection(node.uses) else ())
             early.append(node)
         else:
             late.append(node)
-    return replace(graph, nodes=(*early, *late))
+    place = {node.name: number for number, node in enumerate(late)} | _starts(early, late, given)
+    return replace(graph, nodes=tuple(sorted([*early, *late], key=lambda node: place[node.name])))
+
+
+def _starts(early: Sequence[Node], late: Sequence[Node], given: Collection[str]) -> dict[str, int]:
+    """Return the number of the late node before which each early node goes: 0, or the first one of its only layer.
+
+    `given`: values that are computed of a buffer or a constant; iotas, which all layers have, are not.
+    """
+    readers: dict[str, list[int]] = defaultdict(list)
+    for number, node in enumerate(late):
+        for value in node.uses:
+            readers[value].append(number)
+    starts: dict[str, int] = {}
+    for node in reversed(early):
+        numbers = [number for value in node.values for number in readers[value]]
+        alone = bool(numbers) and not given.isdisjoint(node.values)
+        starts[node.name] = start = _start(late, min(numbers), max(numbers)) if alone else 0
+        for value in node.uses:
+            readers[value].append(start)
+    return starts
+
+
+def _start(late: Sequence[Node], first: int, last: int) -> int:
+    """Return the number of the first node of the innermost layer that all nodes from `first` to `last` lie in; or 0."""
+    parts = late[first].module.split(".")
+    for count in range(len(parts), 0, -1):
+        if not parts[count - 1].isdigit():
+            continue
+        layer = parts[:count]
+        if all(late[n].module.split(".")[:count] == layer for n in range(first, last + 1)):
+            while first and late[first - 1].module.split(".")[:count] == layer:
+                first -= 1
+            return first
+    return 0
 
 
 def number_seeds(graph: Graph) -> Graph:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from meshwright.capture import Block, capture, fold
 from meshwright.core.folding import signature
@@ -12,6 +14,7 @@ from meshwright.core.graph import Graph, Input, Node, Ref, TensorType, map_refs,
 from meshwright.examples import gpt, mlp
 from meshwright.examples.zoo import hugging_face
 from tests.breadth import first
+from tests.capture.run_graph import bind, interpret
 
 T = TensorType("f32", (4, 8))
 W = TensorType("f32", (8, 8))
@@ -132,6 +135,58 @@ def test_names_do_not_matter() -> None:
     )
     renamed = replace(graph, nodes=tuple(nodes), outputs=(("loss", other(graph.loss)),))
     assert fold(verify(renamed)) == fold(graph)
+
+
+class Decay(nn.Module):
+    """A layer with a buffer of its own, from which it computes a factor, as linear attention does. It is read twice."""
+
+    slope: torch.Tensor
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.register_buffer("slope", torch.full((24,), slope))
+
+    def forward(self, x_bd: torch.Tensor) -> torch.Tensor:
+        """[batch, width] → [batch, width]."""
+        h_bd = self.down(torch.relu(self.up(x_bd)))
+        kept_bd = torch.exp(-self.slope * 2) * torch.ones(len(x_bd), 24)
+        return torch.tanh(x_bd * kept_bd + h_bd) * kept_bd
+
+
+class Decays(nn.Module):
+    """Layers of which each is called `times` times before the next, and all of them in so many `rounds`."""
+
+    def __init__(self, count: int, times: int = 1, rounds: int = 1) -> None:
+        super().__init__()
+        self.enter = nn.Linear(24, 24)
+        self.layers = nn.ModuleList(Decay(0.1 * i) for i in range(count))
+        self.times, self.rounds = times, rounds
+
+    def forward(self, x_bd: torch.Tensor) -> torch.Tensor:
+        """[batch, width] → [batch, width]."""
+        x_bd = self.enter(x_bd)
+        for layer in [*self.layers] * self.rounds:
+            for _ in range(self.times):
+                x_bd = layer(x_bd)
+        return x_bd
+
+
+@pytest.mark.parametrize(
+    ("made", "repeats"),
+    [((6,), 6), ((6, 2), 6), ((1, 6), 6), ((2, 1, 4), 4)],
+    ids=["once", "twice", "one layer", "two layers that take turns"],
+)
+def test_layers_with_work_on_their_own_buffers_fold(made: tuple[int, ...], repeats: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Decays(*made).train(), {"x": torch.randn(8, 24)}
+    c = capture(model, batch, lambda m, b: m(b["x"]).square().mean())
+    (block,) = c.folding.blocks
+    assert block.repeats == repeats
+    outside = len(c.graph.nodes) - block.length * block.repeats
+    assert outside < 16, "nothing of a layer is left before all layers, or it is there once"
+    result = interpret(c.graph, bind(c.graph, c.constants, model, batch))
+    assert torch.equal(result["loss"], model(batch["x"]).square().mean())
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
