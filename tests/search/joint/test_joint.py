@@ -241,6 +241,19 @@ def test_each_open_technique_is_explained(model: str, mesh: str, share: float) -
     assert any("fit" in note for note in said)
 
 
+def test_a_first_answer_is_a_recipe_under_what_makes_it_fit() -> None:
+    """The model has no layers to compute again: micro-batches and the host make room."""
+    told: list[tuple[str, float]] = []
+
+    def progress(stage: str, price: float | None, bound: float | None) -> None:
+        if price is not None:
+            told.append((stage, price))
+
+    plan = planned("wide mlp", "2", 0.35, progress=progress)
+    stage, seconds = told[0]
+    assert stage == "recipe" and plan.claims["step_seconds"] <= seconds
+
+
 @pytest.mark.parametrize(("model", "mesh", "share"), TIGHT)
 def test_nothing_that_was_simulated_is_quicker(model: str, mesh: str, share: float) -> None:
     said = [note for note in tight(model, mesh, share).notes if "next best" in note]

@@ -39,6 +39,7 @@ def found(techniques: Techniques) -> Any:
         ({}, 99.0, 2.0, 3),  # a fourth group saves nothing
         ({}, 12.5, 2.0, 2),  # there is no room for a third
         ({}, 99.0, 0.5, 1),  # it would be slower than the best if nothing were waited for
+        ({}, 99.0, 0.65, 1),  # and if no weights were: their gathers take 0.3 s
         ({"given": frozenset({"prefetch"})}, 99.0, 2.0, 1),
     ],
 )
@@ -54,6 +55,21 @@ def test_weights_are_gathered_further_ahead_while_that_saves_time_and_fits(
 
     planner: Any = SimpleNamespace(under=under, request=SimpleNamespace(stop=Stop()))
     assert further_ahead(planner, found(Techniques(**given)), enough).techniques.prefetch == taken
+
+
+def test_what_saves_too_little_to_be_the_best_is_not_tried_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.search.joint.prefetch.replace", changed)
+    monkeypatch.setattr("meshwright.search.joint.prefetch.fits_in_both", lambda planner, one: True)
+    monkeypatch.setitem(STEPS, 2, 0.95)
+    tried: list[int] = []
+
+    def under(techniques: Techniques) -> Any:
+        tried.append(techniques.prefetch)
+        return SimpleNamespace(found=lambda space, states, claims: found(techniques))
+
+    planner: Any = SimpleNamespace(under=under, request=SimpleNamespace(stop=Stop()))
+    assert further_ahead(planner, found(Techniques()), 0.8).techniques.prefetch == 2
+    assert tried == [2]  # three times as much as the first group saved would leave 0.85 s
 
 
 def changed(one: Any, **how: Any) -> Any:
