@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.core.graph import Graph, Node
+from meshwright.core.layout import Dim
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.special.norm import is_training
-from meshwright.ops.strategy import splittable, units
+from meshwright.ops.strategy import splittable, unit_leaves, units
 
 Unit = tuple[tuple[int, ...], ...]
 
@@ -54,8 +55,16 @@ def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
     """Yield the letters of a node with their units that count examples; letters of the result come first."""
     found: list[tuple[bool, str, Unit]] = []
     for letter in splittable(site):
-        marks, known = factors.batch[site.node.name, letter], units(site.trees[letter])
-        if len(marks) == len(known):
-            lost = not any(letter in given for given in site.rule.output_letters)
-            found += [(lost, letter, unit) for unit, mark in zip(known, marks, strict=True) if mark]
+        lost = not any(letter in given for given in site.rule.output_letters)
+        marks = factors.batch[site.node.name, letter]
+        found += [(lost, letter, unit) for unit in units_of_examples(site.trees[letter], marks)]
     yield from ((letter, unit) for _, letter, unit in sorted(found, key=lambda f: f[0]))
+
+
+def units_of_examples(tree: Dim, marks: Sequence[bool]) -> list[Unit]:
+    """Return the units of a letter that count examples; `marks` says which of its leaves do. A unit has a leaf in each
+    part of a concatenation, and several if these are sequences that were cut into chunks."""
+    known = units(tree)
+    if len(marks) == len(known):  # without a concatenation
+        return [unit for unit, mark in zip(known, marks, strict=True) if mark]
+    return [unit for unit in known if all(marks[leaf] for leaf in unit_leaves(tree, unit))]

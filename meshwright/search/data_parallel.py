@@ -8,7 +8,8 @@ import numpy as np
 
 from meshwright.core.graph import Node
 from meshwright.errors import StrategyError
-from meshwright.ops.strategy import Strategy, units
+from meshwright.ops.batch import units_of_examples
+from meshwright.ops.strategy import Strategy
 from meshwright.search.context import SearchContext
 from meshwright.search.option_tables import Choices, State, Turn
 from meshwright.search.space.codes import NodeCodes
@@ -20,14 +21,13 @@ def batch_options(table: Choices, marks: Mapping[str, tuple[bool, ...]]) -> tupl
     """The shardings of a node's batch factor, those that its output has first. `marks`: letter → leaves that count
     examples."""
     site = table.site
+    counting = {
+        letter: units_of_examples(site.trees[letter], found) for letter, found in marks.items() if any(found)
+    }
     kept: list[tuple[bool, int]] = []
-    number, letter = 0, ""
     for option, entry in enumerate(table.entries):
-        if entry.letter:
-            number, letter = (number + 1 if entry.letter == letter else 0), entry.letter
-            found = marks[letter]
-            if number < len(found) and found[number] and len(found) == len(units(site.trees[letter])):
-                kept.append((not any(letter in given for given in site.rule.output_letters), option))
+        if entry.letter and entry.unit in counting.get(entry.letter, ()):
+            kept.append((not any(entry.letter in given for given in site.rule.output_letters), option))
     return tuple(option for _, option in sorted(kept, key=lambda k: k[0]))
 
 

@@ -316,3 +316,26 @@ def test_one_micro_batch_is_the_plan_itself() -> None:
     plan = mw.plan(model, batch, loss=loss, mesh=2)
     parts = lower(captured_of(model, batch, loss), plan)
     assert parts.plan is parts.requested
+
+
+class Prefixed(torch.nn.Module):
+    """Sequences of two kinds one after the other, then their tokens as rows, as for experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.rows = (torch.nn.Linear(6, n) for n in (6, 6, 5))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = torch.cat((self.image(batch["image"]), self.text(batch["text"])), 1)
+        return self.rows(tokens.flatten(0, 1)).square().mean()
+
+
+@pytest.mark.parametrize("techniques", ({}, {"micro_batches": 2}))
+def test_tokens_of_joined_sequences_are_split_by_example(techniques: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    batch = {"image": torch.randn(8, 16, 6), "text": torch.randn(8, 24, 6)}
+    given: dict[str, Any] = {"loss": lambda model, batch: model(batch)}
+    plan = mw.plan(Prefixed(), batch, mesh=2, mode="data_parallel", **techniques, **given)
+    alone = [name for name, strategy in plan.strategies.items() if not strategy.splits]
+    assert not alone and not plan.notes
+    mw.verify(Prefixed(), batch, plan=plan, **given).raise_if_different()
