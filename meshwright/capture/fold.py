@@ -1,12 +1,12 @@
 """Find the repeated blocks of a graph (the layers of a transformer), so that plans are made once per kind of layer.
 
 A block repeats when `period` nodes later the same operators follow with the same literals and types (`signature` says
-which floats are alike). Each of their inputs must be the same value (a mask, a rotary table), the value `period` nodes
-later (inside the block, or from the block before), or a separate parameter of the same type. The outside inputs of the
-first block correspond to the results of its predecessor in later ones, and have the same type. Candidate periods are
-the distances between equal runs of 1, 2, 4, … nodes, so the work is n log n. Where kinds of layers take turns (local
-and global attention read another mask), a few layers together are the block: multiples of the period are candidates,
-too.
+which floats count as equal). Each of their inputs must be the same value (a mask, a rotary table), the value `period`
+nodes later (inside the block, or from the block before), or a separate parameter of the same type. The outside inputs
+of the first block correspond to the results of its predecessor in later ones, and have the same type. Candidate periods
+are the distances between equal runs of 1, 2, 4, … nodes, so the work is n log n. Where kinds of layers take turns
+(local and global attention read another mask), a few layers together are the block: multiples of the period are
+candidates, too.
 """
 
 from __future__ import annotations

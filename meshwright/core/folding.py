@@ -92,24 +92,24 @@ def _differs(why: str) -> PlanError:
 def signature(node: Node) -> Hashable:
     """Return all of a node that a plan depends on, except its wiring: no name, module, source line, or seed slot.
 
-    Numbers of different types differ, as integers do. Other floats than zero, infinity and nan are all alike, except
-    for the operators of `BY_VALUE`: rules, prices and what autograd saves ask at most whether a float is zero. So
-    layers fold whose dropout or scale rises with their number.
+    Numbers of different types differ. Floats other than zero, infinity and nan count as equal, except for the operators
+    of `BY_VALUE`: rules, prices and what autograd saves ask at most whether a float is zero. So layers fold whose
+    dropout or scale rises with their number.
     """
     args = node.args[:2] if node.op == "meshwright.dropout" else node.args
-    alike = node.op not in BY_VALUE
-    kwargs = tuple([(k, _plain(v, alike)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
-    return node.op, _plain(args, alike), kwargs, node.outputs, node.needs_grad, node.marks
+    any_float = node.op not in BY_VALUE
+    kwargs = tuple([(k, _plain(v, any_float)) for k, v in node.kwargs if k != "seed"]) if node.kwargs else ()
+    return node.op, _plain(args, any_float), kwargs, node.outputs, node.needs_grad, node.marks
 
 
-def _plain(value: Any, alike: bool) -> Hashable:
-    """Return a literal without references, and without the value of a float if floats are `alike`."""
+def _plain(value: Any, any_float: bool) -> Hashable:
+    """Return a literal without references; with `any_float`, all finite floats but zero are the same."""
     if isinstance(value, tuple):
-        return tuple([_plain(v, alike) for v in cast("tuple[Any, ...]", value)])
+        return tuple([_plain(v, any_float) for v in cast("tuple[Any, ...]", value)])
     if isinstance(value, Ref):
         return Ref
     kind = cast("type[object]", type(value))
-    if alike and kind is float and value and math.isfinite(value):
+    if any_float and kind is float and value and math.isfinite(value):
         return float
     return value if kind is int or kind is str or value is None else (kind, repr(value))
 
