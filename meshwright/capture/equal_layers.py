@@ -1,8 +1,8 @@
 """Trace three of many equal layers, and write a call of another as one operator, which `copy_layers` expands.
 
 A layer is a module of a `ModuleList` or `Sequential` with many of its class. Its forward pass is a function of its own
-attributes, of its parameters and buffers, and of what it is given. Where all of these are equal but the tensors'
-values, the operators are those of the first one. The first two and the last are traced and compared.
+attributes, of its parameters and buffers, and of what it is given and reads. Where all of these are equal but the
+tensors' values, the operators are those of the first one. The first two and the last are traced and compared.
 
 A layer is traced in full, like everything else, if it is given or returns other things than tensors and plain values,
 if it changes an attribute of its own, in a block without gradient or with autocast, or after the user's code has
@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.fx.node import has_side_effect
 from meshwright.capture.attribute_watch import watched
 from meshwright.capture.equal_modules import Place, Tree, differences, same_objects, tree_of, watchable
 from meshwright.capture.pytree import map_leaves
+from meshwright.capture.reads import unread_parameters
 from meshwright.capture.value_records import FIXED, SCALARS, fixed
 
 MANY = (
@@ -142,10 +143,12 @@ class EqualLayers:
                 _results.pop(number, None)
 
     def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        unread = unread_parameters(forward)
+
         @functools.wraps(forward)
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.quiet():
-                made = self._call(module, args, kwargs)
+                made = self._call(module, *_read(args, kwargs, unread))
             if made is None:
                 return forward(module, *args, **kwargs)
             if isinstance(made, _Copied):
@@ -231,6 +234,15 @@ class _Copied:
     """The results of a call that is not traced."""
 
     results: Any
+
+
+def _read(args: Any, kwargs: Any, unread: Collection[int | str]) -> tuple[Any, Any]:
+    """Return the arguments of a module's forward pass, with None for a plain one that it does not read."""
+
+    def read(key: int | str, value: Any) -> Any:
+        return None if key in unread and isinstance(value, PLAIN) else value
+
+    return tuple([read(n, v) for n, v in enumerate(args, 1)]), {k: read(k, v) for k, v in kwargs.items()}
 
 
 class _NotPlain(Exception):

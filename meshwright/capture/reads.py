@@ -43,6 +43,12 @@ METHODS_THAT_CHANGE = {
     *("update", "setdefault", "add", "discard", "fill"),
 }
 MAKING = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
+SEES_LOCALS = {"locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe", "currentframe"}
+# The decorator of each layer of Hugging Face's: arguments go to the forward that it decorates as they are.
+HANDS_ON = (
+    "transformers.modeling_layers",
+    "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_with_checkpointing",
+)
 DYNAMIC = {"getattr", "setattr", "vars", "__dict__", "attrgetter"}
 
 
@@ -203,6 +209,30 @@ def names(code: types.CodeType) -> frozenset[str]:
         if isinstance(t, str)
     }
     return frozenset(texts.union(*(c.co_names for c in every)))
+
+
+def unread_parameters(function: Any) -> frozenset[int | str]:
+    """Return the parameters that a function never reads, by position and by name.
+
+    Its byte code does not name them, not even to hand them to a function inside, and does not ask for all local
+    variables. Of a decorated function these are the parameters of the decorator's, unless it is known to hand all on.
+    """
+    while isinstance(function, types.FunctionType) and _decorator(function) == HANDS_ON:
+        function = vars(function)["__wrapped__"]
+    if not isinstance(function, types.FunctionType) or names(function.__code__) & SEES_LOCALS:
+        return frozenset()
+    code = function.__code__
+    named: set[Any] = set()
+    for step in dis.get_instructions(code):
+        named.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))  # some name two
+    positions = [n for n, name in enumerate(code.co_varnames[: code.co_argcount]) if name not in named]
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return frozenset(parameters).difference(named).union(positions)
+
+
+def _decorator(function: types.FunctionType) -> tuple[str, str]:
+    """Return the module and the name of a function's code, which `functools.wraps` does not change."""
+    return function.__globals__.get("__name__", ""), function.__code__.co_qualname
 
 
 @functools.cache

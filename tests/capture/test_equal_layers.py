@@ -90,6 +90,37 @@ def test_hugging_face_layers_of_two_kinds_are_copied(monkeypatch: pytest.MonkeyP
     assert traced(model, monkeypatch, input_ids=ids, labels=ids) == (8 - 5, True)
 
 
+class Numbered(Layer):
+    """A layer that is given its number, as those of Zamba2 are, and does not read it."""
+
+    def forward(self, x: torch.Tensor, number: int, mask: torch.Tensor, *, name: str = "") -> torch.Tensor:
+        return super().forward(x, mask)
+
+
+def _number(model: Stack, layer: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    number = list(model.layers).index(layer)
+    return layer(x, number, mask, name=f"layer {number}")
+
+
+def test_a_number_that_layers_are_given_and_do_not_read_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert traced(Stack(Numbered, _number), monkeypatch) == (LAYERS - 4, True)
+
+
+def test_a_number_that_hugging_face_hands_on_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Checkpointed(Numbered, GradientCheckpointingLayer):
+        pass
+
+    class ChecksNumber(ReadsNumber, GradientCheckpointingLayer):
+        pass
+
+    assert traced(Stack(Checkpointed, _number), monkeypatch) == (LAYERS - 4, True)
+    assert traced(Stack(ChecksNumber, _number), monkeypatch) == (0, True)
+
+
 class Halving(Layer):
     """A layer that makes a constant where it is called."""
 
@@ -172,6 +203,46 @@ class Objects(Layer):
         return super().forward(x, mask.mask)
 
 
+def _scaled_by_number(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def scaled(self: Any, x: torch.Tensor, number: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(self, x, number, *args, **kwargs) * (2 if number > 3 else 1)
+
+    return scaled
+
+
+class ReadsNumber(Layer):
+    """A layer that reads the number that it is given."""
+
+    def forward(self, x: torch.Tensor, number: int, mask: torch.Tensor, name: str) -> torch.Tensor:
+        return super().forward(x, mask) * (2 if number > 3 else 1)
+
+
+class ReadsNumberInside(Layer):
+    """The same, in a function inside."""
+
+    def forward(self, x: torch.Tensor, number: int, mask: torch.Tensor, name: str) -> torch.Tensor:
+        def scale() -> int:
+            return 2 if number > 3 else 1
+
+        return super().forward(x, mask) * scale()
+
+
+class ReadsNumberUnseen(Layer):
+    """The same, not by its name."""
+
+    def forward(self, x: torch.Tensor, number: int, mask: torch.Tensor, name: str) -> torch.Tensor:
+        return super().forward(x, mask) * (2 if [*locals().values()][2] > 3 else 1)
+
+
+class ReadsNumberOutside(Numbered):
+    """The same, in a decorator."""
+
+    @_scaled_by_number
+    def forward(self, x: torch.Tensor, number: int, mask: torch.Tensor, name: str) -> torch.Tensor:
+        return super().forward(x, number, mask)
+
+
 @contextlib.contextmanager
 def _flag(value: float) -> Iterator[None]:
     before, FLAG["scale"] = FLAG["scale"], value
@@ -208,6 +279,10 @@ def _autocast(model: Stack, layer: torch.nn.Module, x: torch.Tensor, mask: torch
 
 CASES: dict[str, Callable[[], torch.nn.Module]] = {
     "reads the index": lambda: Stack(Reads),
+    "reads the number it is given": lambda: Stack(ReadsNumber, _number),
+    "reads the number inside": lambda: Stack(ReadsNumberInside, _number),
+    "reads the number unseen": lambda: Stack(ReadsNumberUnseen, _number),
+    "reads the number in a decorator": lambda: Stack(ReadsNumberOutside, _number),
     "under a flag": lambda: Stack(Flagged, _under_flag),
     "one frozen": lambda: _frozen(Stack()),
     "without gradient": lambda: Stack(call=_without_gradient),
