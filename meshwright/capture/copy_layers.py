@@ -75,7 +75,11 @@ class _Copier:
         }
         for names in ties:
             known = [self.inputs[n] for n in names if n in self.inputs]
-            self.inputs |= {n: known[0] for n in names if known and n not in self.inputs}
+            read = [node for node in known if node.users]  # torch lets operators read one of them
+            if len(read) == 1:
+                self.inputs |= dict.fromkeys(names, read[0])
+            elif known:
+                self.inputs |= {n: known[0] for n in names if n not in self.inputs}
         constants = [
             (placeholders[spec.arg.name], spec.target or "") for spec in signature if spec.kind == CONSTANT
         ]

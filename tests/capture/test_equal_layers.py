@@ -154,6 +154,20 @@ def test_tied_and_repeated_layers_are_copied(monkeypatch: pytest.MonkeyPatch) ->
     assert same
 
 
+def test_layers_with_the_parameters_of_earlier_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the blocks of Zamba2 take turns: torch reads the name of the last, which is not that of its layer."""
+    model = Stack()
+    for number in range(LAYERS // 2, LAYERS):
+        earlier = model.layers[number - LAYERS // 2]
+        model.layers[number].up.weight, model.layers[number].down.weight = (
+            earlier.up.weight,
+            earlier.down.weight,
+        )
+    copied, same = traced(model, monkeypatch)
+    assert copied >= LAYERS - 4
+    assert same
+
+
 def _in_place(model: Stack, layer: torch.nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     number = list(model.layers).index(layer)
     return layer(x.clone() if number == 0 else x.mul_(number), mask)
