@@ -92,26 +92,24 @@ def quickest(
 
 
 def quickest_untried(made: Front, over: tuple[Dimension, ...]) -> Iterator[tuple[Candidate, Techniques]]:
-    """Yield what was not simulated and is expected to be quickest of what may fit, a few; simulations in between are
+    """Yield what was not simulated, may fit, and is expected to be quickest, a few; what simulations in between saw is
     taken into account."""
-    planner = made.planner
+    planner, tries = made.planner, 0
     limit = planner.request.memory_bytes or math.inf
+    every = [point.techniques for point in distinct(over, planner.techniques)]
     rows = [
-        (made.likely_seconds(candidate, point.techniques), number, place)
+        (made.likely_seconds(candidate, asked), number, place)
         for number, candidate in enumerate(made.candidates)
-        for place, point in enumerate(distinct(over, planner.techniques))
-        if point.techniques.pieces <= candidate.examples
+        for place, asked in enumerate(every)
+        if asked.pieces <= candidate.examples
     ]
-    asked = [point.techniques for point in distinct(over, planner.techniques)]
-    rows.sort()
-    tries = 0
-    for _, number, place in rows:
-        candidate, techniques = made.candidates[number], asked[place]
-        if (candidate, techniques) in made.seen or made.overfills_host(candidate, techniques):
+    for _, number, place in sorted(rows):
+        candidate, asked = made.candidates[number], every[place]
+        if (candidate, asked) in made.seen or made.overfills_host(candidate, asked):
             continue
-        if made.peak_bytes(candidate, techniques) > limit or not made.saves(candidate, techniques):
+        if made.peak_bytes(candidate, asked) > limit or not made.saves(candidate, asked):
             continue
-        yield candidate, techniques
+        yield candidate, asked
         tries += 1
         if tries == TECHNIQUES.first_tries or planner.request.stop.now():
             return
