@@ -63,7 +63,7 @@ def batch_units(site: Site, factors: Factors) -> Iterator[tuple[str, Unit]]:
 
 def units_of_examples(tree: Dim, marks: Sequence[bool]) -> list[Unit]:
     """Return the units of a letter that count examples; `marks` says which of its leaves do. A unit has a leaf in each
-    part of a concatenation, and several if these are sequences that were cut into chunks."""
+    part of a concatenation."""
     known = units(tree)
     if len(marks) == len(known):  # without a concatenation
         return [unit for unit, mark in zip(known, marks, strict=True) if mark]
