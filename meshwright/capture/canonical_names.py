@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +54,7 @@ def hoist_constants(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(sorted([*early, *late], key=lambda node: place[node.name])))
 
 
-def _starts(early: Sequence[Node], late: Sequence[Node], given: Collection[str]) -> dict[str, int]:
+def _starts(early: Sequence[Node], late: Sequence[Node], given: AbstractSet[str]) -> dict[str, int]:
     """Return the number of the late node before which each early node goes: 0, or the first one of its only layer.
 
     `given`: values that are computed of a buffer or a constant; iotas, which all layers have, are not.
