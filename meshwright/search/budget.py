@@ -221,6 +221,9 @@ class TechniquesBudget:
     # Of a step with techniques: where choices without them take more, no better ones without them are searched. On
     # large clusters, where that takes longest, `worth` more is enough.
     slow: float = 1.1
+    # Nodes × axes up to which exact searches go before the front: there they are quick, and more memory never makes
+    # their plans slower.
+    small_size: int = 150
     # Of the bound: how near to it a choice of the front without techniques needs no exact search.
     near: float = 0.05
     # Moves to a quicker neighbour at the end.

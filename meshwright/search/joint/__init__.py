@@ -112,7 +112,10 @@ class _Joint:
 
     @functools.cached_property
     def is_short(self) -> bool:
-        """Whether what would be quickest without a limit takes more than there is."""
+        """Whether what would be quickest without a limit takes more than there is; not asked in a small space, where
+        exact searches are quick."""
+        if self.planner.size <= TECHNIQUES.small_size:
+            return False
         return quickest_bytes(self.first, self.space) > (self.planner.request.memory_bytes or math.inf)
 
 
@@ -150,7 +153,9 @@ def _is_enough(search: _Joint, found: SearchResult) -> bool:
     that it takes half a minute to find what the front has."""
     if search.planner.size > AUTO.lighter_size:
         return True
-    return step_of(found) <= (1 + TECHNIQUES.near) * _least_step(search.planner, search.space)
+    return search.is_short and step_of(found) <= (1 + TECHNIQUES.near) * _least_step(
+        search.planner, search.space
+    )
 
 
 def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
@@ -252,7 +257,8 @@ def _first(search: _Joint) -> SearchResult | None:
             return None
         again = points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques)
         wanted = [(candidate, p.techniques) for p in again if made.sums(candidate, p.techniques) <= limit]
-        for one, asked in itertools.chain(wanted, quickest_untried(made, search.over)):
+        further = quickest_untried(made, search.over) if planner.size > TECHNIQUES.small_size else ()
+        for one, asked in itertools.chain(wanted, further):
             found = made.evaluated(one, asked, most=TECHNIQUES.slack * limit)
             if fits_in_both(planner, found) and fits_in_both(planner, found := sure(planner, found)):
                 offer(planner, found)

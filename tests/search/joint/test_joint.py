@@ -16,6 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, zoo
 from meshwright.plan.plan import Plan
 from meshwright.search import joint
+from meshwright.search.budget import TECHNIQUES
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, solve_limited
 from tests.breadth import first
@@ -241,8 +242,9 @@ def test_each_open_technique_is_explained(model: str, mesh: str, share: float) -
     assert any("fit" in note for note in said)
 
 
-def test_a_first_answer_is_a_recipe_under_what_makes_it_fit() -> None:
+def test_a_first_answer_is_a_recipe_under_what_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has no layers to compute again: micro-batches and the host make room."""
+    monkeypatch.setattr("meshwright.search.joint.TECHNIQUES", replace(TECHNIQUES, small_size=0))
     told: list[tuple[str, float]] = []
 
     def progress(stage: str, price: float | None, bound: float | None) -> None:
