@@ -123,20 +123,20 @@ class Stop:
     """Asks for the end at the n-th report and each after it."""
 
     def __init__(self, after: int) -> None:
-        self.after, self.told = after, []
+        self.after, self.reports = after, []
 
     def __call__(self, stage: str, price: float | None, bound: float | None) -> bool:
-        self.told.append((stage, price, bound))
-        return len(self.told) >= self.after
+        self.reports.append((stage, price, bound))
+        return len(self.reports) >= self.after
 
 
 @pytest.mark.parametrize("after", (1, 2, 4))
 def test_an_interrupt_ends_auto_with_the_best_so_far(after: int) -> None:
     stop = Stop(after)
     plan = made("mlp", "2x2", "auto", progress=stop)
-    first = next(n for n, (_, price, _) in enumerate(stop.told, 1) if price is not None)
-    assert len(stop.told) <= max(after, first) + 1  # what the interrupted search had found is told
-    seen = [price for _, price, _ in stop.told if price is not None]
+    first = next(n for n, (_, price, _) in enumerate(stop.reports, 1) if price is not None)
+    assert len(stop.reports) <= max(after, first) + 1  # what the interrupted search had found is reported
+    seen = [price for _, price, _ in stop.reports if price is not None]
     assert plan.claims["step_seconds"] <= min(seen)
     assert plan.claims["step_seconds"] >= free("mlp", "2x2", "auto").claims["step_seconds"]
     assert plan.claims["chosen"] in plan.claims["candidates"]
@@ -168,7 +168,7 @@ def test_an_interrupt_ends_the_exact_search_with_the_best_so_far(after: int) -> 
     plan = made("wide mlp", "2x2", "dynamic_programming", "gloo", memory=limit, progress=stop)
     made("wide mlp", "2x2", "dynamic_programming", "gloo", memory=limit, progress=never)
     assert plan.claims["peak_bytes"] <= limit
-    assert after <= len(stop.told) < len(never.told)
+    assert after <= len(stop.reports) < len(never.reports)
     assert any("the search was interrupted" in note for note in plan.notes)
 
 
@@ -196,8 +196,8 @@ def test_an_interrupt_under_a_limit_gives_what_fits(share: float, after: int) ->
 def test_progress_gets_better_and_ends_at_what_was_found() -> None:
     never = Stop(1 << 30)
     plan = made("gpt", "2x2", "auto", progress=never)
-    bounds = [bound for _, _, bound in never.told if bound is not None]
-    prices = [price for _, price, _ in never.told if price is not None]
+    bounds = [bound for _, _, bound in never.reports if bound is not None]
+    prices = [price for _, price, _ in never.reports if price is not None]
     assert prices and bounds
     assert min(prices) == pytest.approx(plan.claims["step_seconds"], rel=1e-9)
 

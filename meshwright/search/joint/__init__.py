@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.core.techniques import Techniques
@@ -19,6 +19,7 @@ from meshwright.errors import DoesNotFit, PlanError
 from meshwright.search.budget import AUTO, MEMORY, TECHNIQUES
 from meshwright.search.exact_spaces import families_of
 from meshwright.search.infeasible import NothingFits
+from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import (
     Dimension,
     dimensions,
@@ -32,7 +33,14 @@ from meshwright.search.joint.front import Front
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
 from meshwright.search.joint.neighbours import neighbours, quicker
-from meshwright.search.joint.pareto import first_front, front, least_bytes, quickest_bytes, with_choice
+from meshwright.search.joint.pareto import (
+    add_first_of_many,
+    first_front,
+    front,
+    least_bytes,
+    quickest_bytes,
+    with_choice,
+)
 from meshwright.search.joint.prefetch import further_ahead
 from meshwright.search.joint.simulated import partly, quickest, quickest_untried
 from meshwright.search.least_memory import any_fits
@@ -257,14 +265,21 @@ def _first(search: _Joint) -> SearchResult | None:
             return None
         again = points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques)
         wanted = [(candidate, p.techniques) for p in again if made.sums(candidate, p.techniques) <= limit]
-        further = quickest_untried(made, search.over) if planner.size > TECHNIQUES.small_size else ()
-        for one, asked in itertools.chain(wanted, further):
+        for one, asked in itertools.chain(wanted, _untried(search)):
             found = made.evaluated(one, asked, most=TECHNIQUES.slack * limit)
             if fits_in_both(planner, found) and fits_in_both(planner, found := sure(planner, found)):
                 offer(planner, found)
                 planner.tell("recipe", step_of(found), None)
                 return found
     return None
+
+
+def _untried(search: _Joint) -> Iterator[tuple[Candidate, Techniques]]:
+    """Yield the recipes of a first answer, under the techniques that are expected to be quickest; none in a small
+    space."""
+    if search.planner.size > TECHNIQUES.small_size:
+        add_first_of_many(search.first)
+        yield from quickest_untried(search.first, search.over)
 
 
 def _sought(planner: Planner, made: Front, over: tuple[Dimension, ...], space: Space) -> SearchResult | None:

@@ -65,12 +65,16 @@ def stage_front(planner: Planner) -> Front:
 
 
 def first_front(planner: Planner) -> Front:
-    """The recipe with most ranks inside, its storage sharded; and that which leaves micro-batches most examples."""
+    """One choice: the recipe with most ranks inside, its storage sharded."""
     made = Front(planner)
     for name, recipe, _ in _recipes(planner, AUTO.recipe_axes):
         _add(made, name, recipe, TECHNIQUES.recipe_prices[1:])
-    _add_of_many(made, AUTO.recipe_axes, TECHNIQUES.recipe_prices[1:])
     return made
+
+
+def add_first_of_many(made: Front) -> None:
+    """The same recipe, with the choice that leaves micro-batches their examples."""
+    _add_of_many(made, AUTO.recipe_axes, TECHNIQUES.recipe_prices[1:])
 
 
 def _add_of_many(made: Front, least: int, prices: Prices) -> None:
@@ -203,4 +207,12 @@ def _priced(problem: Problem, memory: Memory, owned: set[int], states: float, ac
     return Memory(amounts, pairs).weighed(problem, at)
 
 
-__all__ = ["first_front", "front", "least_bytes", "quickest_bytes", "stage_front", "with_choice"]
+__all__ = [
+    "add_first_of_many",
+    "first_front",
+    "front",
+    "least_bytes",
+    "quickest_bytes",
+    "stage_front",
+    "with_choice",
+]
