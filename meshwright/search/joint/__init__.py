@@ -266,7 +266,10 @@ def _first(search: _Joint) -> SearchResult | None:
         again = points(tuple(d for d in search.over if d.name == "recompute"), planner.techniques)
         wanted = [(candidate, p.techniques) for p in again if made.sums(candidate, p.techniques) <= limit]
         for one, asked in itertools.chain(wanted, _untried(search)):
-            found = made.evaluated(one, asked, most=TECHNIQUES.slack * limit)
+            try:
+                found = made.evaluated(one, asked, most=TECHNIQUES.slack * limit)
+            except PlanError:  # too few examples, or a loss that needs the full batch
+                continue
             if fits_in_both(planner, found) and fits_in_both(planner, found := sure(planner, found)):
                 offer(planner, found)
                 planner.tell("recipe", step_of(found), None)
