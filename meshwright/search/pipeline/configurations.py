@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.mesh import prime_factors
@@ -100,6 +100,23 @@ def outers(cluster: Cluster, layers: int, schedules: Sequence[str] = tuple(SEARC
             for chunks in sorted({*SEARCHED.get(name, (1,)), *most}):
                 if ranks * chunks <= layers:
                     yield Outer(taken, Schedule(name, chunks))
+
+
+def unmixed(cluster: Cluster, found: Iterable[Outer]) -> list[Outer]:
+    """Leave out configurations that take parts of two levels, where more of the outer one alone gives as many ranks
+    that follow one another: messages between stages cross the same level, and the ranks that share a
+    stage are spread over more of it."""
+    every = [(outer, *_levels(cluster, outer)) for outer in found]
+    plain = {(outer.ranks, first) for outer, first, mixed in every if not mixed}
+    return [outer for outer, first, mixed in every if not mixed or (outer.ranks, first) not in plain]
+
+
+def _levels(cluster: Cluster, outer: Outer) -> tuple[int, bool]:
+    """Return the outermost level that is taken, and whether one inside it is though not all of it is."""
+    taken = [(n, level.size) for n, level in zip(outer.taken, cluster.levels, strict=True)]
+    first = next(number for number, (n, _) in enumerate(taken) if n > 1)
+    inside = itertools.dropwhile(lambda each: each[0] == each[1], taken[first:])
+    return first, any(n > 1 for n, _ in [*inside][1:])
 
 
 @dataclass(frozen=True)
@@ -211,4 +228,5 @@ __all__ = [
     "pipelined_seconds",
     "simulated_peak_bytes",
     "step_seconds",
+    "unmixed",
 ]

@@ -35,6 +35,7 @@ from meshwright.search.pipeline.configurations import (
     pipelined_seconds,
     simulated_peak_bytes,
     step_seconds,
+    unmixed,
 )
 from meshwright.search.planner import SearchResult
 from meshwright.search.space.memory import fixed_bytes, gathered_bytes
@@ -112,7 +113,7 @@ def stages(
     `ended`, called with whether some fit, may end the search with those.
     """
     fitting: list[Staged] = []
-    found = [outer for outer in outers(cluster, layers, schedules) if asked in (0, outer.stages)]
+    found = unmixed(cluster, (o for o in outers(cluster, layers, schedules) if asked in (0, o.stages)))
     groups = _groups(cluster, found, examples, least, uneven)
     _simulate(cluster, front_of, groups, fitting, enough, limit, (least, uneven), tries, ended)
     return sorted(fitting, key=lambda one: one.seconds)

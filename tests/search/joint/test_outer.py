@@ -23,6 +23,7 @@ from meshwright.search.pipeline.configurations import (
     pipelined_seconds,
     simulated_peak_bytes,
     step_seconds,
+    unmixed,
 )
 from meshwright.search.planner import Evaluation
 
@@ -88,6 +89,13 @@ def test_outer_configurations_divide_levels_and_leave_the_rest_to_a_stage():
         assert outer.ranks * outer.inside(cluster).ranks == cluster.ranks
         assert outer.stages <= 8
     assert not list(outers(cluster, layers=1))
+
+
+def test_parts_of_two_levels_are_left_out_where_more_of_the_outer_one_gives_as_many_ranks():
+    cluster = Cluster.preset("h100", nodes=4, ranks_per_node=6)
+    every = {o.taken for o in outers(cluster, layers=30)}
+    left = {o.taken for o in unmixed(cluster, outers(cluster, layers=30))}
+    assert every - left == {(2, 2), (2, 6)}  # (4, 1) and (4, 3) give 4 and 12 ranks; of 6, (2, 3) is the only way
 
 
 def test_a_message_goes_over_the_slowest_level_between_stages():
