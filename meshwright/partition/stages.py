@@ -57,31 +57,25 @@ def places(graph: Graph, of: Mapping[str, int]) -> Places:
     `of` maps operators to stages. Other nodes run where they are read, unless they depend on one of `of`.
     """
     found = {n.name: frozenset({of[n.name]}) for n in graph.nodes if n.name in of}
-    follows: set[str] = set()  # nodes that depend on a placed one
+    earliest: dict[
+        str, int
+    ] = {}  # node that is placed, or depends on a placed one → where its operands are made
     for node in graph.nodes:
         makers = (graph.producers[u].name for u in node.uses if u in graph.producers)
-        if node.name not in found and any(m in of or m in follows for m in makers):
-            follows.add(node.name)
+        known = [earliest[m] for m in makers if m in earliest]
+        if node.name in of or known:
+            earliest[node.name] = of[node.name] if node.name in of else max(known)
     ends = {v for _, v in (*graph.outputs, *graph.mutations)}
     last = max(of.values())
     for node in reversed(graph.nodes):
         if node.name in found:
             continue
         readers = frozenset().union(*(found[r.name] for v in node.values for r, _ in graph.consumers[v]))
-        if node.name not in follows:
+        if node.name not in earliest:
             found[node.name] = readers or (frozenset({last}) if ends.intersection(node.values) else readers)
-        elif readers:
-            found[node.name] = frozenset({min(readers)})
         else:
-            found[node.name] = frozenset({_made(graph, of, node)})
+            found[node.name] = frozenset({min(readers) if readers else earliest[node.name]})
     return found
-
-
-def _made(graph: Graph, of: Mapping[str, int], node: Node) -> int:
-    """Return the stage of the operator whose result a node moves."""
-    while node.name not in of:
-        node = next(graph.producers[u] for u in node.uses if u in graph.producers)
-    return of[node.name]
 
 
 def flights_within(flights: Sequence[Flight], place: Places, inputs: frozenset[str]) -> tuple[Flight, ...]:

@@ -101,3 +101,24 @@ def test_a_stage_takes_only_what_an_earlier_one_makes_from_batch_and_parameters(
     for value in given:
         mixed = {"batch", "parameter"} <= roles[value]
         assert mixed or value in {v for _, v in captured.graph.mutations}, value
+
+
+class Heads(torch.nn.Module):
+    """A first and a last layer, both of which have a loss, and a weight of the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_no_operator_reads_is_made_where_its_last_operand_is(turned: bool) -> None:
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        first = model.first(x)
+        both = [first.sum() * model.weight, model.weight.exp() * model.last(first).sum()]
+        return both[turned] + both[not turned]
+
+    graph = captured_of(Heads(), torch.ones(2, 4), loss).graph
+    found = places(graph, {"linear": 0, "linear_1": 1})
+    assert found[graph.producers[graph.loss].name] == {1}
