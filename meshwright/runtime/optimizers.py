@@ -20,10 +20,9 @@ NAMED = (
 
 
 class Nothing(torch.nn.Parameter):
-    """An empty tensor, in the place of parameters on a rank that trains none, such as a stage that is frozen.
-
-    Its optimizer has the groups of other ranks, so schedules can be built on it, and parameters that begin to train
-    later are added to it.
+    """An empty tensor, in the place of a parameter that other stages of a pipeline train, or of all parameters where no
+    rank trains any. With it a factory that chooses by name makes the same groups on all ranks, so schedules can be
+    built on them, and parameters that begin to train later are added to them.
     """
 
 
@@ -32,13 +31,17 @@ def make_optimizer(
     trained: Mapping[str, torch.nn.Parameter],
     device: torch.device | str = "cpu",
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of what a rank trains, or of `Nothing` on a device; None without a factory.
+    """Return the optimizer of what a rank trains, without `Nothing` of other stages; None without a factory.
 
     Raises RunError for a factory that makes something else.
     """
     if factory is None:
         return None
     made = made_by(factory, Trained(trained or {"": Nothing(torch.empty(0, device=device))}))
+    for group in made.param_groups if trained else ():
+        for p in [p for p in group["params"] if isinstance(p, Nothing)]:
+            made.state.pop(p, None)
+        group["params"] = [p for p in group["params"] if not isinstance(p, Nothing)]
     apart_by_device(made)
     return made
 
@@ -48,12 +51,13 @@ def extend_optimizer(
     factory: OptimizerFactory,
     known: Mapping[str, torch.nn.Parameter],
     new: Mapping[str, torch.nn.Parameter],
+    offered: Mapping[str, torch.nn.Parameter],
 ) -> None:
     """Have an optimizer update further parameters, that have begun to train: each in the group of those that the
-    factory puts into one group with it, else in a group of its own. States and options of the others stay."""
+    factory puts into one group with it, else in a group of its own. States and options of the others stay.
+    `offered`: what the program that trains them offers, with `Nothing` for other stages."""
     place = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    nothing = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Nothing)]
-    fresh = make_optimizer(factory, {**({"": nothing[0]} if nothing else {}), **known, **new})
+    fresh = make_optimizer(factory, {**offered, **known, **new})
     assert fresh is not None
     names = {id(p): name for name, p in new.items()}
     as_before = len(fresh.param_groups) == len(optimizer.param_groups)
@@ -62,8 +66,9 @@ def extend_optimizer(
         if not added:
             continue
         beside = next((place[id(p)] for p in group["params"] if id(p) in place), None)
-        if beside is None and as_before and not optimizer.param_groups[number]["params"]:
-            beside = optimizer.param_groups[number]
+        if beside is None and as_before:
+            there = optimizer.param_groups[number]
+            beside = there if all(isinstance(p, Nothing) for p in there["params"]) else None
         if beside is not None:
             beside["params"].extend(added)
         else:
@@ -211,6 +216,7 @@ def _said(number: int, options: Mapping[str, str], shown: Sequence[str]) -> str:
 
 
 __all__ = [
+    "Nothing",
     "Updating",
     "apart_by_device",
     "as_laid_out",

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.core.graph import Input
+from meshwright.core.graph import Input, TensorType
 from meshwright.core.layout import TensorLayout, dim_axes
 from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.sharded_update import gathers, update_layout, updates
+from meshwright.runtime.dtypes import TORCH_DTYPES
 from meshwright.runtime.host_update import HostUpdate
 from meshwright.runtime.local_batch import place_of, slicer
+from meshwright.runtime.optimizers import Nothing
 from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
 from meshwright.runtime.rank import Rank
@@ -74,6 +76,20 @@ class RankWeights:
     def named(self, role: str, target: str) -> str:
         """The program's input for a parameter or buffer of the model."""
         return self._named[role, target]
+
+    @property
+    def offered(self) -> dict[str, torch.nn.Parameter]:
+        """Of what an optimizer is made: `parameters`, and in their order `Nothing` for what other stages train."""
+        trained = {i.target: i.type for i in self.inputs.values() if i.role == "parameter" and i.needs_grad}
+
+        def nothing(kind: TensorType) -> Nothing:
+            shape, dtype = (0, *kind.shape[1:]), TORCH_DTYPES[kind.dtype]
+            return Nothing(torch.empty(shape, dtype=dtype, device=self.rank.device))
+
+        return {
+            name: self.parameters[name] if name in self.parameters else nothing(kind)
+            for name, kind in trained.items()
+        }
 
     def layout_of(self, parameter: str) -> TensorLayout:
         """The layout in which this rank updates a parameter: that of `parameters`."""

@@ -144,7 +144,7 @@ class LocalStep:
         self.comparison = RankComparison(self.world, self.rank.device)
         if self.pipe is not None:
             self.comparison.options = frozenset()  # stages have parameters, and so groups, of their own
-        self.optimizer = make_optimizer(optimizer, self.parameters, self.rank.device)
+        self.optimizer = make_optimizer(optimizer, self.own.offered, self.rank.device)
         self.offered, self.updating, self.ambient = Offered(self.parameters), Updating(), Ambient()
         self.updating.apart = self.own.apart
         if self.optimizer is not None:

@@ -178,7 +178,7 @@ def train_step(
         tune: With a `cluster`: measure the two best plans of the search, and data parallel, for some real steps on
             copies of the weights (at most about 30 s), and keep the quickest. A note of the plan says what was
             measured. `optimizer` is called once for each. Without effect with ``--on-failure continue``.
-        clip_norm: Clip gradients to this global 2-norm (`TrainStep.grad_norm`).
+        clip_norm: Clip the gradients that the optimizer updates to this global 2-norm (`TrainStep.grad_norm`).
         skip_nonfinite: Skip an update on all ranks if a gradient on any rank is not finite.
         scaler: A `torch.amp.GradScaler` that scales the loss and decides which updates are skipped.
         bucket_bytes: Bytes of gradients that are reduced together; by default as `fusion` says.

@@ -328,7 +328,7 @@ class Source:
         if cut in new:
             check_made(optimizer, cut)
             watch_hooks(optimizer, cut)
-        extend_optimizer(optimizer, self.optimizer, known, new)
+        extend_optimizer(optimizer, self.optimizer, known, new, made.own.offered)
         known |= new
 
 

@@ -51,7 +51,7 @@ mw.shutdown()
 print("equal")
 """
 
-FROZEN = """
+LAYERS = """
 import copy, torch
 import meshwright as mw
 
@@ -64,7 +64,10 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
+"""
+FROZEN = (
+    LAYERS
+    + """
 def freeze(model, frozen):
     for name, p in model.named_parameters():
         p.requires_grad_(not frozen or name < "layers.2")
@@ -105,6 +108,38 @@ assert worst < 1e-12, worst
 mw.shutdown()
 print("equal")
 """
+)
+
+CHOSEN = (
+    LAYERS
+    + """
+def sgd(named):
+    chosen = [{"params": [p], "lr": 0.1 * n} for n, (name, p) in enumerate(named, 1) if name.startswith("layers.1")]
+    return torch.optim.SGD(chosen)
+
+torch.manual_seed(0)
+model = Layers().double()
+twin = copy.deepcopy(model)
+loss = lambda model, x: model(x).square().mean()
+batch = torch.randn(4, 6, dtype=torch.float64)
+step = mw.train_step(
+    model, lambda p: sgd(p.named()), batch, loss=loss, pipeline=2, micro_batches=2, mesh={"dp": 1}, clip_norm=0.1
+)
+optimizers = step.optimizer, sgd(twin.named_parameters())
+schedules = [torch.optim.lr_scheduler.OneCycleLR(o, [0.3, 0.4], total_steps=9) for o in optimizers]
+for _ in range(3):
+    twin.zero_grad()
+    loss(twin, batch).backward()
+    torch.nn.utils.clip_grad_norm_(twin.layers[1].parameters(), 0.1)
+    optimizers[1].step()
+    step(batch)
+    for schedule in schedules:
+        schedule.step()
+state = step.full_state()
+assert all(torch.allclose(state[n], p) for n, p in twin.named_parameters())
+mw.shutdown()
+"""
+)
 
 TRACED = """
 import copy, json, torch
@@ -284,10 +319,10 @@ def groups(parameters):
 
 step = mw.train_step(model, groups, batch, loss=loss, mesh=2, pipeline=2)
 step(batch)
-assert (step.optimizer.param_groups[0]["lr"] == 0.1) == (step.rank == 0)
-step.optimizer.param_groups[0]["lr"] /= 2  # which says nothing: they never were alike
+assert [group["lr"] for group in step.optimizer.param_groups] == [0.1, 0.2, 0.3], "those of one device"
+step.optimizer.param_groups[0]["lr"] /= 2
 step(batch)
-step.optimizer.param_groups[1]["lr"] = 0.3 / (1 + step.rank)
+step.optimizer.param_groups[2]["lr"] = 0.3 / (1 + step.rank)
 for _ in range(2):
     step(batch)
 """
@@ -329,3 +364,9 @@ def test_a_frozen_stage_that_trains_later(tmp_path: Path) -> None:
     done = run_warm(tmp_path, 2, FROZEN)
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout
+
+
+def test_an_optimizer_takes_nothing_of_a_stage(tmp_path: Path) -> None:
+    """A factory that chooses by name makes the groups of one device on each rank."""
+    done = run_warm(tmp_path, 2, CHOSEN)
+    assert done.returncode == 0, done.stderr
