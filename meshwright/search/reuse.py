@@ -150,8 +150,10 @@ def _on_graph(
     if missing:
         raise PlanError(
             f"stage {missing[0]} of the plan has nothing to do in this program",
-            why="all its operators are of the loss that the plan was made for",
-            hint='plan.pin_stage("head", …), or stages=, puts a part of the model there',
+            why="its operators are of the loss that the plan was made for, of functions that no module calls, or of a "
+            "module that is called more often there",
+            hint='plan.pin_stage("head", …), or stages=, puts a part of the model there; to evaluate without stages: '
+            "with step.full() as model",
         )
     return replace(
         plan.without_model(),
@@ -192,8 +194,8 @@ def without_gradients(asked: Techniques) -> Techniques:
 def _same_operators(plan: Plan, graph: Graph, stand: Mapping[str, str]) -> dict[str, str]:
     """Node → the node of the plan that it is: all of them where the programs differ in sizes alone."""
     mine = {node.name: (node.op, node.module) for node in graph.nodes}
-    if list(mine.items()) == list(plan.about.items()):
-        return {name: name for name in mine}
+    if _without_detach(mine) == _without_detach(plan.about):
+        return {name: name for name in mine if name in plan.about}
     known: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in plan.strategies:
         known[plan.about.get(name, ("", ""))].append(name)
@@ -205,6 +207,11 @@ def _same_operators(plan: Plan, graph: Graph, stand: Mapping[str, str]) -> dict[
         if key[1] and len(known[key]) == len(names):
             found.update(zip(names, known[key], strict=True))
     return found | {name: found[s] for name, s in stand.items() if name not in found and s in found}
+
+
+def _without_detach(about: Mapping[str, tuple[str, str]]) -> list[tuple[str, tuple[str, str]]]:
+    """The operators of a program but those that only a training step has: what it returns beside a loss is detached."""
+    return [item for item in about.items() if item[1][0] != "aten.detach.default"]
 
 
 def _strategies(

@@ -284,6 +284,20 @@ def test_words_and_numbers_come_back_where_they_were() -> None:
     assert torch.equal(found["a"], model(x))
 
 
+def test_a_loss_with_outputs_is_evaluated_in_the_stages_of_its_step() -> None:
+    """Also in those without a module. Only the step detaches the outputs."""
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss(model: Any, x: Any) -> Any:
+        made = model(x).exp()
+        return made.mean(), {"made": made}
+
+    plan = mw.plan(model, x, loss=loss, mesh={"dp": 1}, pipeline=3)
+    found = capture_forward(model, x, loss).captured
+    there = carried(plan, found.graph, found.folding).stages
+    assert there == {n: s for n, s in plan.stages.items() if n != "detach"} and {*there.values()} == {0, 1, 2}
+
+
 def test_a_carried_plan_cuts_as_the_step_does_and_says_nothing_of_gradients() -> None:
     plan = planned("gpt", MIXED, optimizer_parallel=2, threshold_kb=0, recompute="full", micro_batches=2)
     found = captured_forward("gpt")
