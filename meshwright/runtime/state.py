@@ -74,8 +74,13 @@ class State:
                 why="all programs of a model share its weights",
                 hint="build the model again for a step of another dtype",
             )
-        moved = new.stored != known.stored or not set(new.holders) <= set(known.holders)
-        if moved or (new.trained and known.trained and new.updated != known.updated):
+        if not set(new.holders) <= set(known.holders):
+            raise PlanError(
+                f"{name} is on other ranks of the pipeline than the stage that reads it in this program",
+                why="all programs of a model share its weights where they are",
+                hint="a loss that calls modules in the order of the first one, or train without pipeline=",
+            )
+        if new.stored != known.stored or (new.trained and known.trained and new.updated != known.updated):
             raise PlanError(
                 f"{name} is stored as {known.stored}, and this program needs {new.stored}",
                 why="all programs of a model share its weights as they are stored",

@@ -145,13 +145,13 @@ def _on_graph(
 ) -> Plan:
     """The plan on another graph, with what does not depend on gradients. Raises PlanError for a stage that has nothing
     to do."""
-    stages = {n: plan.stages[here] for n, here in same.items() if here in plan.stages}
+    stages = _stages(plan, graph, same)
     missing = sorted({*plan.stages.values()} - {*stages.values()})
     if missing:
         raise PlanError(
             f"stage {missing[0]} of the plan has nothing to do in this program",
-            why="its operators are of the loss that the plan was made for, of functions that no module calls, or of a "
-            "module that is called more often there",
+            why="its operators are of the loss that the plan was made for, or of functions that no "
+            "module calls",
             hint='plan.pin_stage("head", …), or stages=, puts a part of the model there; to evaluate without stages: '
             "with step.full() as model",
         )
@@ -175,6 +175,19 @@ def _on_graph(
         times={},
         stand_ins={},
     )
+
+
+def _stages(plan: Plan, graph: Graph, same: Mapping[str, str]) -> dict[str, int]:
+    """Node → its stage, without nodes that read what is made in later ones: they follow what they read."""
+    found: dict[str, int] = {}
+    made: dict[str, int] = {}  # node → the last stage of what it depends on, and its own
+    for node in graph.nodes if plan.stages else ():
+        after = max((made[graph.producers[u].name] for u in node.uses if u in graph.producers), default=-1)
+        stage = plan.stages.get(same.get(node.name, ""), -1)
+        if stage >= max(after, 0):
+            found[node.name] = stage
+        made[node.name] = max(stage, after)
+    return found
 
 
 def without_gradients(asked: Techniques) -> Techniques:
@@ -206,6 +219,8 @@ def _same_operators(plan: Plan, graph: Graph, stand: Mapping[str, str]) -> dict[
     for key, names in named.items():
         if key[1] and len(known[key]) == len(names):
             found.update(zip(names, known[key], strict=True))
+        elif key[1] and known[key]:  # called another number of times: each as the first call of the plan
+            found.update(dict.fromkeys(names, known[key][0]))
     return found | {name: found[s] for name, s in stand.items() if name not in found and s in found}
 
 

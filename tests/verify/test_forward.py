@@ -298,6 +298,21 @@ def test_a_loss_with_outputs_is_evaluated_in_the_stages_of_its_step() -> None:
     assert there == {n: s for n, s in plan.stages.items() if n != "detach"} and {*there.values()} == {0, 1, 2}
 
 
+def test_a_module_that_is_called_another_number_of_times_keeps_its_stage() -> None:
+    """The halves of a GAN, consistency under two masks; unless it would read what a later stage makes."""
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))), torch.randn(2, 4)
+    plan = mw.plan(model, x, loss=lambda model, x: model(x).mean(), mesh={"dp": 1}, pipeline=2)
+    first, last = plan.stages["linear"], plan.stages["linear_1"]
+    assert (first, last) == (0, 1)
+    for outputs, expected in (
+        (lambda model, x: model(x) - model(-x), [0, 1, 0, 1]),
+        (lambda model, x: model(model(x)), [0, 1, None, 1]),
+    ):
+        found = capture_forward(model, x, outputs).captured
+        there = carried(plan, found.graph, found.folding).stages
+        assert [there.get(n.name) for n in found.graph.nodes if "linear" in n.op] == expected
+
+
 def test_a_carried_plan_cuts_as_the_step_does_and_says_nothing_of_gradients() -> None:
     plan = planned("gpt", MIXED, optimizer_parallel=2, threshold_kb=0, recompute="full", micro_batches=2)
     found = captured_forward("gpt")
