@@ -57,24 +57,23 @@ def places(graph: Graph, of: Mapping[str, int]) -> Places:
     `of` maps operators to stages. Other nodes run where they are read, unless they depend on one of `of`.
     """
     found = {n.name: frozenset({of[n.name]}) for n in graph.nodes if n.name in of}
-    earliest: dict[
-        str, int
-    ] = {}  # node that is placed, or depends on a placed one → where its operands are made
+    # Node that is placed, or depends on a placed one → the stage of its last operand, or its own.
+    made: dict[str, int] = {}
     for node in graph.nodes:
         makers = (graph.producers[u].name for u in node.uses if u in graph.producers)
-        known = [earliest[m] for m in makers if m in earliest]
+        known = [made[m] for m in makers if m in made]
         if node.name in of or known:
-            earliest[node.name] = of[node.name] if node.name in of else max(known)
+            made[node.name] = of[node.name] if node.name in of else max(known)
     ends = {v for _, v in (*graph.outputs, *graph.mutations)}
     last = max(of.values())
     for node in reversed(graph.nodes):
         if node.name in found:
             continue
         readers = frozenset().union(*(found[r.name] for v in node.values for r, _ in graph.consumers[v]))
-        if node.name not in earliest:
+        if node.name not in made:
             found[node.name] = readers or (frozenset({last}) if ends.intersection(node.values) else readers)
         else:
-            found[node.name] = frozenset({min(readers) if readers else earliest[node.name]})
+            found[node.name] = frozenset({min(readers) if readers else made[node.name]})
     return found
 
 
