@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.compile import captured_of, lower
 from meshwright.errors import RuleError
 from meshwright.verify import Report, verify_partition
+from tests.breadth import quick
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}},
@@ -38,6 +39,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@quick(lambda plan: plan == "tp")
 def test_a_gradient_that_is_all_rounding_is_no_difference(plan: str) -> None:
     torch.manual_seed(0)
     proved(Normed(), torch.randn(8, 8), plan)
@@ -110,7 +112,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        pytest.param(name, plan, marks=() if plan == "tp" or name == "beside dropout" else pytest.mark.full)
+        pytest.param(name, plan, marks=() if plan == "tp" and not name.endswith("_") else pytest.mark.full)
         for name in DRAWS
         for plan in PLANS
     ],
@@ -139,7 +141,7 @@ class Recurrent(nn.Module):
 def test_what_ranks_would_draw_apart_is_refused() -> None:
     """Dropout between recurrent layers, and `rrelu`: they drew from the generator of each rank."""
     torch.manual_seed(0)
-    x = torch.randn(4, 5, 8)
+    x = torch.randn(4, 2, 8)
     proved(Recurrent(0.3).eval(), x, "dp")
     proved(Recurrent(0.0), x, "tp")
     with pytest.raises(RuleError, match=r"lstm\.input draws random numbers that would differ between ranks"):

@@ -20,6 +20,7 @@ from tests.search.joint.test_stages import cluster, planner
 from tests.search.planned import built
 
 
+@pytest.mark.full  # test_stashes.py slices and offloads what is gathered
 @pytest.mark.parametrize("asked", [{"offload": ("activations",)}, {"slice_activation": True}], ids=str)
 def test_what_is_gathered_for_a_reader_is_kept_as_asked(asked: dict[str, Any]) -> None:
     made_for = planner("wide gpt", 1e9, cluster())

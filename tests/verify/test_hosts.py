@@ -91,7 +91,7 @@ def test_tables_on_the_host_are_proved_in_every_mode(mode: str, mesh: dict[str, 
 
 @pytest.mark.parametrize("cluster", [H100, mw.Cluster.preset("cpu", ranks_per_node=4)], ids=lambda c: c.name)
 @pytest.mark.parametrize("mode", ["recursive_programming", "dynamic_programming", "auto"])
-@quick(lambda mode, cluster: cluster is H100)
+@quick(lambda mode, cluster: cluster is H100 and mode != "auto")  # tests/search/test_tables.py has that
 def test_searches_price_and_keep_what_is_on_the_host(mode: str, cluster: mw.Cluster) -> None:
     model, batch, loss = tables()
     plan = mw.plan(model, batch, loss=loss, cluster=cluster, mode=mode)
@@ -111,7 +111,7 @@ def test_a_layer_with_dropout_and_attention_runs_on_the_host() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(2))
-@quick(lambda name, seed: seed == 0 and name != "resnet in rows")
+@quick(lambda name, seed: seed == 0 and not name.startswith("resnet"))
 def test_any_operators_may_be_on_the_host(name: str, seed: int) -> None:
     model, batch, loss = built(name)
     plan = plan_captured(captured_of(model, batch, loss), {"dp": 2, "tp": 2}, "semi_auto", MODELS[name][1])

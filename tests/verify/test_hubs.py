@@ -120,7 +120,7 @@ def check(name: str, mesh: dict[str, int], mode: str, draw: random.Random, share
     ids=("2", "2x2", "3"),
 )
 @pytest.mark.parametrize("name", BUILDS)
-@quick(lambda name, mesh, **_: len(mesh) == 2 and name != "gpt2")
+@quick(lambda name, mesh, **_: len(mesh) == 2 and name == "gpt")
 def test_any_hubs_and_any_storage_train_as_one_device(
     name: str, mesh: dict[str, int], mode: str, share: float
 ) -> None:

@@ -23,6 +23,7 @@ from meshwright.runtime.communicator import SimulatedRank, SimulatedWorld
 from meshwright.runtime.local_batch import taker
 from meshwright.runtime.step import LocalStep
 from meshwright.verify.runs import simulated_rank
+from tests.breadth import quick
 
 Make = Callable[[], nn.Module]
 
@@ -118,6 +119,7 @@ BATCHES: dict[str, Any] = {
         ("recommender", {"dp": 2}, None, 2),
     ),
 )
+@quick(lambda mesh, **_: mesh != {"dp": 3})
 def test_a_rank_makes_what_it_holds(name: str, mesh: dict, pins: dict | None, level: int) -> None:
     make, (batch, loss) = MAKERS[name], BATCHES[name]
     with torch.device("meta"):

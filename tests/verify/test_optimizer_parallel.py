@@ -63,7 +63,11 @@ def planned(name: str, mesh: dict[str, int], **techniques: Any) -> Plan:
 )
 @pytest.mark.parametrize("level", (1, 2, 3))
 @pytest.mark.parametrize("name", BUILDS)
-@quick(lambda name, level, mesh, **_: len(mesh) == 2 and (name == "gpt" or (level == 3 and name != "resnet")))
+@quick(
+    lambda name, level, mesh, **_: (
+        len(mesh) == 2 and (name == "gpt" or (level == 3 and name == "recommender"))
+    )
+)
 def test_a_level_trains_as_one_device(name: str, level: int, mesh: dict[str, int], shard_size: int) -> None:
     if name == "recommender" and mesh == {"dp": 6}:
         pytest.skip("its batch is small")
@@ -75,7 +79,7 @@ def test_a_level_trains_as_one_device(name: str, level: int, mesh: dict[str, int
 
 @pytest.mark.parametrize("mesh", ({"dp": 4}, {"dp": 6}, {"dp": 2, "tp": 2}), ids=("4", "6", "2x2"))
 @pytest.mark.parametrize("level", (1, 2, 3))
-@quick(lambda level, mesh: mesh != {"dp": 6})
+@quick(lambda level, mesh: mesh == {"dp": 4} or (level == 3 and len(mesh) == 2))
 def test_uneven_parts_train_as_one_device(level: int, mesh: dict[str, int]) -> None:
     """Eleven rows over four, seven columns over six, five halves over two: some have one less, some none."""
     model = torch.nn.Sequential(
@@ -104,7 +108,7 @@ def test_uneven_parts_train_as_one_device(level: int, mesh: dict[str, int]) -> N
 @pytest.mark.parametrize("level", (1, 2))
 @pytest.mark.parametrize("mesh", ({"dp": 2}, {"dp": 2, "tp": 2}), ids=("2", "2x2"))
 @pytest.mark.parametrize("name", ("gpt", "recommender"))
-@quick(lambda name, mesh, level: name == "gpt" and "tp" in mesh)
+@quick(lambda name, mesh, level: name == "gpt" and "tp" in mesh and level == 2)
 def test_large_weights_come_back_in_place(
     name: str, mesh: dict[str, int], level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +143,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("level", (1, 2, 3))
+@quick(lambda level: level != 2)
 def test_bytes_of_a_rank_fall_as_theory_says(level: int) -> None:
     """Every parameter divides by four: a rank keeps a quarter of what the level splits, to the byte."""
     model, batch, loss = mlp.build(depth=2, batch=8)
@@ -171,7 +176,7 @@ def test_bytes_of_a_rank_fall_as_theory_says(level: int) -> None:
 
 @pytest.mark.parametrize("level", (1, 2, 3))
 @pytest.mark.parametrize("mesh", ({"dp": 2, "tp": 2}, {"dp": 3}), ids=str)
-@quick(lambda mesh, level: "tp" in mesh)
+@quick(lambda mesh, level: "tp" in mesh and level != 2)
 def test_clipping_groups_and_whole_weights(mesh: dict[str, int], level: int) -> None:
     """Gradients are clipped by the norm of the whole, groups of parameters are the user's, weights come back whole."""
     model, batch, loss = built("gpt")
@@ -242,6 +247,7 @@ def test_whole_gradients_are_freed_before_backward_ends() -> None:
 
 
 @pytest.mark.parametrize("level", (0, 1, 2, 3))
+@quick(lambda level: level != 2)
 def test_an_optimizer_on_the_host_trains_as_one_device(level: int) -> None:
     model, batch, loss = built("gpt")
     mesh = {"dp": 2, "tp": 2}

@@ -93,12 +93,12 @@ def trained(name: str, label: str, factory: Factory, clip: float | None) -> None
 
 @pytest.mark.parametrize("label", UNDER)
 @pytest.mark.parametrize("name", MODELS)
-@quick(lambda name, label: name == next(iter(MODELS)) and label in UNDER[:2])
+@quick(lambda name, label: name == next(iter(MODELS)) and label == UNDER[1])
 def test_gradients_are_clipped_by_the_norm_of_the_whole(name: str, label: str) -> None:
     trained(name, label, OPTIMIZERS["AdamW, one by one"], CLIP)
 
 
-@pytest.mark.parametrize("optimizer", first(3, OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", first(2, OPTIMIZERS))
 def test_any_optimizer_of_elements_steps_on_parts(optimizer: str) -> None:
     trained("gpt2", UNDER[0], OPTIMIZERS[optimizer], None)
 

@@ -53,6 +53,8 @@ ALSO_IN_A_MIX = (
     "parameters on the host",
     "slices",
     "parts of gradients added up",
+    "copies",
+    "copies, recomputed",  # in test_techniques.py
 )
 TURNS = [  # one schedule for each mix, the other in the slow tests
     pytest.param(

@@ -28,11 +28,26 @@ QUICK = [
     for table in (ALONE, TOGETHER)
     for number, label in enumerate(table)
 ]
-# Combinations that together have nearly every technique, each of which is also there alone.
-FEW = (
-    "frozen, weights in parts, what is cheap again",
-    "slices on the host, what is cheap again, in turns",
-    "all of it",
+# Combinations that together have nearly every technique, each of which is also proved alone.
+FEW = ("slices on the host, what is cheap again, in turns", "all of it")
+# What quick tests of a file of its own prove alone: test_optimizer_parallel.py, test_micro_batches.py, test_hosts.py,
+# test_stashes.py, test_parked.py, test_gradient_options.py, and of search and runtime test_recompute.py and
+# test_interleave.py.
+ELSEWHERE = (
+    "states in parts",
+    "gradients in parts",
+    "weights in parts",
+    "micro-batches",
+    "layers again",
+    "what is cheap again",
+    "in turns",
+    "three copies",
+    "a table on the host",
+    "states on the host",
+    "slices",
+    "activations on the host",
+    "weights on the host",
+    "sums",
 )
 REST = [(name, label) for label in TABLE for name in MODELS if (name, label) not in QUICK]
 MORE = [
@@ -48,7 +63,11 @@ MORE = [
 @pytest.mark.parametrize(
     ("name", "label"),
     [
-        pytest.param(name, label, marks=pytest.mark.full if label in TOGETHER and label not in FEW else ())
+        pytest.param(
+            name,
+            label,
+            marks=pytest.mark.full if label in ELSEWHERE or (label in TOGETHER and label not in FEW) else (),
+        )
         for name, label in QUICK
     ],
 )

@@ -62,6 +62,7 @@ SLICE = ({"dp": 2, "tp": 2}, {"tp": 3})  # what every run proves; `make zoo` pro
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", first(3, PINS))
+@quick(lambda name, mode, mesh: (name == "gpt") == ("dp" in mesh))  # each model, mode and mesh once
 def test_every_model_in_every_mode_on_every_mesh(name: str, mode: str, mesh: dict[str, int]) -> None:
     model, batch, loss = built(name)
     pins = (
