@@ -19,6 +19,7 @@ from meshwright.predict.memory.per_operator import kept_bytes
 from meshwright.predict.per_operator import Weight
 from meshwright.search.techniques.budget import POLICIES, solve
 from meshwright.search.techniques.layers import Layer
+from tests.breadth import first
 
 
 @functools.cache
@@ -88,7 +89,7 @@ def test_what_neighbours_share_is_weighed_with_them() -> None:
     assert found.weight.total_cost == best > 2  # which would fit, were it not for the border
 
 
-@pytest.mark.parametrize("where", ("", "h100"))
+@pytest.mark.parametrize("where", first(1, ("h100", "")))
 def test_a_plan_keeps_no_more_than_its_budget(where: str) -> None:
     cluster = mw.Cluster.preset(where, nodes=1, ranks_per_node=2) if where else None
     whole = kept(planned({"dp": 2}, mode="data_parallel"))

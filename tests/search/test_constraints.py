@@ -52,6 +52,7 @@ def test_pins_are_kept_whatever_they_cost(mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", SEARCHES)
+@quick(lambda mode: mode != "auto")
 def test_a_plan_is_made_again_with_one_more_pin(mode: str) -> None:
     plan = free("mlp", "2x2", mode).pin("enter", n="dp").pin("leave", k="tp")
     assert all(cuts["n"] == ("dp",) or "dp" in cuts["n"] for cuts in cuts_of(plan, "enter"))
@@ -61,6 +62,7 @@ def test_a_plan_is_made_again_with_one_more_pin(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", SEARCHES)
+@quick(lambda mode: mode != "auto")
 def test_pins_are_kept_within_memory_too(mode: str) -> None:
     limit = 0.9 * free("wide mlp", "2x2", "dynamic_programming", "gloo").claims["peak_bytes"]
     plan = made("wide mlp", "2x2", mode, "gloo", pins={"layers.1": {"n": "tp"}}, memory=limit)
@@ -185,7 +187,7 @@ def test_a_second_ctrl_c_interrupts() -> None:
 
 @pytest.mark.parametrize("after", (1, 2, 3))
 @pytest.mark.parametrize("share", (0.5, 0.6, 0.7))
-@quick(lambda share, after: (share, after) in ((0.5, 1), (0.6, 2), (0.7, 3)))
+@quick(lambda share, after: (share, after) in ((0.6, 2), (0.7, 3)))
 def test_an_interrupt_under_a_limit_gives_what_fits(share: float, after: int) -> None:
     """Below what the first candidate takes: without anything that fits the search goes on to the first that does."""
     limit = share * tight("wide mlp", "2x2", "auto", "gloo").claims["peak_bytes"]

@@ -13,6 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 from meshwright.search.deadline import within_time
 from meshwright.search.stop import Stop
+from tests.breadth import quick
 from tests.search.planned import cluster
 
 
@@ -113,6 +114,7 @@ def test_who_asks_for_the_end_gets_what_is_known_by_then() -> None:
         ("dynamic_programming", {"pipeline": 2, "micro_batches": 4}),
     ],
 )
+@quick(lambda mode, techniques: mode != "recursive_programming")
 def test_a_plan_that_was_taken_at_the_limit_is_proved(
     mode: str, techniques: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from meshwright.ops.table import rules_of
 from meshwright.search.annotations import renumber
 from meshwright.search.layer_groups import Folded, folded
 from meshwright.search.modes import make_plan
-from tests.breadth import first
+from tests.breadth import first, quick
 
 T = TensorType("f32", (4, 8))
 W = TensorType("f32", (8, 8))
@@ -99,7 +99,7 @@ def check_sums(made: Folded) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", first(2, ("llama", "t5", *(n for n in PINS if n not in ("llama", "t5")))))
+@pytest.mark.parametrize("name", first(1, ("llama", "t5", *(n for n in PINS if n not in ("llama", "t5")))))
 def test_sums_and_factors_of_the_zoo(name: str) -> None:
     graph, folding = captured(name).graph, captured(name).folding
     made = folded(graph, folding)
@@ -135,6 +135,7 @@ def test_sums_and_factors_of_the_zoo(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", PINS)
+@quick(lambda name, **_: name == "llama")  # the others have layers like those of llama
 def test_plans_of_the_zoo(name: str, mode: str, mesh: Mapping[str, int]) -> None:
     graph, folding = captured(name).graph, captured(name).folding
     pins = PINS[name] if mode == "sharding_propagation" else None

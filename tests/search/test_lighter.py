@@ -55,6 +55,7 @@ def test_without_a_limit_no_plan_is_slower_than_with_one(
     assert step_seconds(None) <= SAME * step_seconds(limit)
 
 
+@pytest.mark.full  # test_too_large.py plans with what refusals name
 def test_a_refusal_knows_the_choice_whose_operators_need_least_for_a_moment() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1),

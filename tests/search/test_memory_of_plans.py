@@ -22,6 +22,7 @@ from meshwright.search.planner import Planner
 from meshwright.search.solve import Problem, solve
 from meshwright.search.space.families import named
 from meshwright.search.space.memory import fixed_bytes, memory_of
+from tests.breadth import first, quick
 from tests.search.planned import MESHES, built, cluster, free, lowered, peaks
 
 LARGER = ("llama", "bert", "resnet", "recommender", "wide gpt")
@@ -50,6 +51,7 @@ def planner_for(model: Any, batch: Any, loss: Any, mesh: str = "2x2", kind: str 
 
 @pytest.mark.parametrize("kind", ("gpu", "gloo"))
 @pytest.mark.parametrize("model", MODELS)
+@quick(lambda model, kind: kind == "gpu")
 def test_the_sums_are_not_more_than_the_simulation(model: str, kind: str) -> None:
     """For choices drawn among those that are not absurdly dear; a sum that said more could refuse what fits."""
     planner = planner_of(model, "2x2", kind)
@@ -74,7 +76,7 @@ AGAIN = {"recompute": "full"}
     [
         ("mlp", {"micro_batches": 2}),
         ("deep llama", AGAIN),
-        ("deep llama", {"micro_batches": 2}),
+        pytest.param("deep llama", {"micro_batches": 2}, marks=pytest.mark.full),
         pytest.param("wide gpt", AGAIN, marks=pytest.mark.slow),
         pytest.param("wide gpt", {"micro_batches": 2}, marks=pytest.mark.slow),
         pytest.param("wide gpt", {**AGAIN, "micro_batches": 2}, marks=pytest.mark.slow),
@@ -161,6 +163,8 @@ def few_and_full(name: str, repeats: int, asked: dict[str, object]) -> tuple[Any
     ],
     ids=str,
 )
+# Each is in another one.
+@quick(lambda asked: asked not in ({"offload": "activations"}, {"recompute": "full"}))
 def test_techniques_are_judged_from_a_few_layers_as_from_all(asked: dict[str, object]) -> None:
     """What is brought back a layer ahead is there once, however many layers there are."""
     few, full = few_and_full("wide gpt", 6, asked)
@@ -184,7 +188,7 @@ def test_layers_of_two_kinds_in_turn_are_judged_from_a_few_as_from_all(asked: di
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize("micro_batches", first(1, (2, 1)))
 def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(micro_batches: int) -> None:
     """Beside layers that are computed again it comes further ahead: in three or four layers there is always less to
     bring than in many."""
@@ -199,6 +203,7 @@ def test_what_comes_back_from_the_host_is_judged_from_a_few_layers_as_from_all(m
     assert few.host_bytes == pytest.approx(full.host_bytes, rel=1e-3), (few, full)
 
 
+@pytest.mark.full  # the two tests before judge as much of other layers
 def test_what_all_layers_read_is_judged_from_a_few_layers_as_from_all() -> None:
     """Cosine and sine of positions, made once and resharded for every layer: each reshard has a number, of which the
     last layer's is another one for each number of layers. Of choices drawn among those that are not absurdly dear."""

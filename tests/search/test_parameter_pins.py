@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -13,6 +15,11 @@ from meshwright.partition.collectives import program_collectives
 from meshwright.plan.plan import Plan
 
 SMALL = gpt.GPTConfig(48, 24, 2, 4, 8)
+
+
+@functools.cache
+def small():
+    return gpt.build(SMALL, batch=4)
 
 
 def test_parameters_are_cut_by_their_names(tmp_path) -> None:
@@ -58,7 +65,7 @@ def test_one_layer_may_be_cut_otherwise() -> None:
     ],
 )
 def test_names_and_dims_that_are_not_there_are_errors(pins, said: str) -> None:
-    model, batch, loss = gpt.build(SMALL, batch=4)
+    model, batch, loss = small()
     with pytest.raises(StrategyError, match=said):
         mw.plan(model, batch, loss=loss, mesh={"tp": 2}, mode="sharding_propagation", pins=pins)
 

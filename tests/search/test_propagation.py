@@ -16,6 +16,7 @@ from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.examples import gpt, llama
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.collectives import program_collectives
+from tests.breadth import quick
 
 GPT = gpt.GPTConfig(vocabulary=50, width=24, layers=2, heads=4, sequence=8)
 LLAMA = llama.LlamaConfig(vocabulary=50, width=24, inner=36, layers=2, heads=4, kv_heads=2, sequence=8)
@@ -51,6 +52,7 @@ def layout(parts: Partition, target: str) -> str:
 
 
 @pytest.mark.parametrize("mesh", ({"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}), ids=str)
+@quick(lambda mesh: "dp" in mesh)
 def test_two_pins_make_megatron_of_a_gpt(mesh: Mapping[str, int]) -> None:
     parts = parts_of(gpt.build(GPT), mesh, GPT_PINS, prove=mesh != {"tp": 2})
     found = {k: n for k, n in talk(parts).items() if k[3] == "tp"}
@@ -64,6 +66,7 @@ def test_two_pins_make_megatron_of_a_gpt(mesh: Mapping[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", ({"tp": 2}, {"dp": 2, "tp": 2}), ids=str)
+@quick(lambda mesh: "dp" in mesh)
 def test_two_pins_make_megatron_of_a_llama_and_q_k_v_share_one_reshard(mesh: Mapping[str, int]) -> None:
     """Only q and up are pinned: k, v and gate follow, for the norm's gradient is reduced once for them all."""
     parts = parts_of(llama.build(LLAMA), mesh, LLAMA_PINS, prove="dp" in mesh)
@@ -89,6 +92,7 @@ def test_a_fused_qkv_is_cut_by_heads() -> None:
 
 
 @pytest.mark.parametrize("tied", (True, False))
+@quick(lambda tied: tied)
 def test_a_vocabulary_that_does_not_divide_is_cut_in_embedding_head_and_loss(tied: bool) -> None:
     """50 words on 4 ranks. Megatron's vocabulary-parallel loss: row-sized reductions, never the logits."""
     config = gpt.GPTConfig(vocabulary=50, width=24, layers=1, heads=4, sequence=8, tied=tied)

@@ -16,6 +16,7 @@ from meshwright.search.solve import solve
 from meshwright.search.space.build import Space
 from meshwright.search.space.families import Family, named, runs
 from meshwright.search.space.parameters import Storage
+from tests.breadth import quick
 from tests.search.oracle import integer_program
 from tests.search.planned import cluster
 from tests.search.random_graphs import random_graph
@@ -43,6 +44,7 @@ def exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 12, 4))
+@quick(lambda start: start < 8)
 def test_the_optimum_is_that_of_the_integer_program(start: int) -> None:
     for seed in range(start, start + 4):
         exact(seed)
@@ -89,6 +91,7 @@ def agrees_with_every_program(graph: Graph, space: Space) -> None:
     assert solve(space.problem()).price == pytest.approx(cheapest_program(graph, space), rel=1e-6)
 
 
+@pytest.mark.full  # test_modes.py tries all of two layers
 def test_no_program_of_a_small_model_is_cheaper() -> None:
     graph, space = of_two_ranks(46)
     assert space.hubs, "a value that is read twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ from meshwright.errors import PlanError
 from meshwright.examples import gpt
 
 CONFIG = gpt.GPTConfig(48, 24, 3, 4, 8, dropout=0.1)
+
+
+@functools.cache
+def with_a_mark() -> Any:
+    built = gpt.build(CONFIG, batch=6)
+    mw.recompute(built[0].blocks[1])
+    return built
 
 
 def planned(built: Any, mesh: Any = 1, **options: Any) -> tuple[mw.Plan, Graph]:
@@ -124,8 +132,7 @@ def test_a_function_is_computed_again() -> None:
     ),
 )  # fmt: skip
 def test_every_mode_computes_them_again(mode: str) -> None:
-    built = gpt.build(CONFIG, batch=6)
-    mw.recompute(built[0].blocks[1])
+    built = with_a_mark()
     searched = mode.endswith("programming")
     cluster = mw.Cluster.preset("h100", nodes=1, ranks_per_node=2) if searched else None
     plan, graph = planned(built, 1 if mode == "stand_alone" else {"dp": 2}, mode=mode, cluster=cluster)

@@ -18,6 +18,7 @@ from meshwright.search.planner import Planner, Request
 from meshwright.search.recursion import recursive_programming
 from meshwright.search.solve import solve
 from meshwright.search.space.families import one_change, runs
+from tests.breadth import quick
 from tests.search.planned import tower
 
 
@@ -38,6 +39,7 @@ def odd_heads() -> Any:
 
 @pytest.mark.parametrize("build", [odd_heads, functools.partial(tower, 512, 3, 4096)], ids=["gpt2", "mlp"])
 @pytest.mark.parametrize("nodes", [8, 32])
+@quick(lambda build, nodes: build is not odd_heads)
 def test_near_the_optimum_of_two_runs(build: Any, nodes: int) -> None:
     here = planner(build, nodes)
     axes = len(here.context.mesh.axes)

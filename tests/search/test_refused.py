@@ -20,6 +20,7 @@ from meshwright.search.evaluate import Evaluator
 from meshwright.search.solve import NoStates, Problem
 from meshwright.search.space.build import Space
 from meshwright.search.vectorized.prices import Priced
+from tests.breadth import quick
 from tests.search.planned import SEARCHES, made
 from tests.search.test_vectorized import of_model
 
@@ -75,6 +76,7 @@ class Rotated(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", SEARCHES)
+@quick(lambda mode: mode == "recursive_programming")  # all plan equal layers as one
 def test_views_of_other_tensors_are_no_equal_layers(mode: str) -> None:
     torch.manual_seed(0)
     model = Rotated()
@@ -85,6 +87,7 @@ def test_views_of_other_tensors_are_no_equal_layers(mode: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 @pytest.mark.parametrize("mode", SEARCHES)
+@quick(lambda model, mode: model == "mlp")
 def test_where_a_choice_cannot_be_lowered_it_is_a_plan_error(
     model: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +140,7 @@ def in_two_stages(
 @pytest.mark.parametrize(
     ("mode", "limit"),
     [
-        ("recursive_programming", 6e6),
+        pytest.param("recursive_programming", 6e6, marks=pytest.mark.full),
         ("recursive_programming", 0.5e6),
         pytest.param("auto", 0.5e6, marks=pytest.mark.full),
     ],

@@ -10,6 +10,7 @@ import torch
 import meshwright as mw
 from meshwright.plan.plan import Plan
 from meshwright.predict.price import program_price
+from tests.breadth import quick
 from tests.ranks import run_warm
 from tests.search.planned import (
     MESHES,
@@ -70,6 +71,7 @@ def priced(model: str, plan: Plan, kind: str, mesh: str) -> float:
 
 
 @pytest.mark.parametrize(("model", "mesh", "mode", "kind"), [*FAST, *slow([c for c in ALL if c not in FAST])])
+@quick(lambda mesh, **_: mesh != "8")
 def test_a_plan_costs_what_its_program_costs(model: str, mesh: str, mode: str, kind: str) -> None:
     if mode in SEARCHES:
         plan = free(model, mesh, mode, kind)

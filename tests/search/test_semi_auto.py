@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.compile import captured_of, lower, plan_captured
 from meshwright.partition import RESHARD, Partition
 from meshwright.partition.collectives import program_collectives
+from tests.breadth import quick
 
 LAYOUT = mw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 
@@ -99,6 +100,7 @@ def test_a_product_of_cuts_gives_these_local_shapes(ins: Any, ranks: int, local:
 
 @pytest.mark.parametrize("ranks", (3, 6))
 @pytest.mark.parametrize("ins", [((3, 1), (1, 1)), ((1, 3), (3, 1)), ((1, 1), (1, 3))])
+@quick(lambda ins, ranks: ranks == 6)
 def test_ranks_need_not_be_a_power_of_two(ins: Any, ranks: int) -> None:
     found = shapes(matmul(*ins, mesh=ranks), "aten.matmul.default")
     assert sorted({max(s) for s in found}) and len(set(found)) == 2  # 8 on 3 ranks: blocks of 3, 3, 2

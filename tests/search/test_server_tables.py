@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from meshwright.cost.cluster_data import Device, Level
 from meshwright.cost.servers import Rows, enough_servers, exchange_seconds, server_bytes
 from meshwright.errors import DoesNotFit
 from meshwright.search.server_tables import different, path_of
+from tests.breadth import quick
 
 CORE = Device("one of two cores", {"f32": 6e10}, 8_000_000_000, 1e10, launch_seconds=3e-6)
 TWO = mw.Cluster("two ranks", CORE, (Level("rank", 2, bytes_per_s=1e9, latency_seconds=4e-4),))
@@ -52,6 +54,11 @@ def planned(rows, examples=512, how="", cluster=TWO, mode="auto", **more):
     return mw.plan(model, batch, loss=loss, cluster=cluster, mode=mode, **more)
 
 
+@functools.cache
+def quicker_with_servers():
+    return planned(500_000)
+
+
 def said(plan):
     return [note for note in plan.notes if note.startswith(SAYS)]
 
@@ -67,6 +74,7 @@ def said(plan):
         (2_000_000, 512, True),
     ],
 )
+@quick(lambda rows, examples, servers: (rows, examples) in ((50_000, 8192), (500_000, 512)))
 def test_servers_are_mentioned_where_they_were_measured_to_be_quicker(rows, examples, servers):
     plan = planned(rows, examples)
     assert len(said(plan)) == servers
@@ -80,7 +88,7 @@ def test_servers_are_mentioned_where_they_were_measured_to_be_quicker(rows, exam
 
 @pytest.mark.parametrize("how", ["frozen", "functional", "read elsewhere"])
 def test_tables_that_servers_cannot_keep_by_rows_are_not_mentioned(how):
-    assert said(planned(500_000)) and not said(planned(500_000, how=how))
+    assert said(quicker_with_servers()) and not said(planned(500_000, how=how))
 
 
 def test_only_auto_looks_for_servers():
@@ -94,7 +102,7 @@ def test_sgd_needs_no_other_optimizer():
 
 def test_servers_for_which_the_machines_have_no_memory_are_not_mentioned():
     small = replace(TWO, device=replace(CORE, memory_bytes=500_000_000))
-    assert said(planned(500_000)) and not said(planned(500_000, cluster=small))
+    assert said(quicker_with_servers()) and not said(planned(500_000, cluster=small))
 
 
 def test_a_refusal_names_servers_where_a_rank_fits_with_them():

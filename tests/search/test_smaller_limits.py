@@ -27,6 +27,7 @@ def steps_within(captured: Captured, where: Cluster, limits: tuple[float, ...]) 
     return steps
 
 
+@pytest.mark.full  # test_lighter.py compares with no limit
 @pytest.mark.parametrize(
     ("model", "ranks", "limits"),
     [

@@ -18,6 +18,7 @@ from meshwright.search.space.build import Space
 from meshwright.search.space.families import named
 from meshwright.search.space.parameters import Storage
 from meshwright.search.space.step_bound import entries, step_problem
+from tests.breadth import quick
 from tests.search.planned import cluster, free, tower
 from tests.search.test_memory_of_plans import planner_of
 from tests.search.test_modes import every_choice
@@ -28,6 +29,7 @@ LARGER = ["llama", "bert", "resnet", "recommender", "wide gpt"]
 
 @pytest.mark.parametrize("kind", ("gpu", "gloo"))
 @pytest.mark.parametrize("model", [*MODELS, *(pytest.param(m, marks=pytest.mark.slow) for m in LARGER)])
+@quick(lambda model, kind: kind == "gpu")
 def test_no_step_is_shorter_than_any_chain_of_its_choice(model: str, kind: str) -> None:
     """For choices that the bound itself finds cheap, its prices disturbed: those that would break it if any did."""
     planner = planner_of(model, "2x2", kind)
@@ -48,6 +50,7 @@ def test_no_step_is_shorter_than_any_chain_of_its_choice(model: str, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ("gpu", "gloo"))
+@quick(lambda kind: kind == "gpu")
 def test_no_step_of_a_tiny_model_is_shorter_than_the_bounds(kind: str) -> None:
     """Every 7th of all programs that two layers can become on two ranks, and the least of each chain over all."""
     model, batch, loss = tower(6, 1, rows=8)

@@ -18,6 +18,7 @@ from meshwright.examples import gpt
 from meshwright.plan.plan import Plan
 from meshwright.planning.search_request import request_for
 from meshwright.redistribute.steps import enough_bytes, show_bytes
+from tests.breadth import quick
 from tests.search.planned import SEARCHES, cluster, tower
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -56,6 +57,7 @@ def bytes_in(text: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("share", [0.08, 0.4, pytest.param(0.6, marks=pytest.mark.slow)])
+@quick(lambda share, case: share < 0.1)
 def test_every_change_that_a_refusal_names_fits_when_it_is_planned_with(
     case: tuple[str, str], share: float
 ) -> None:
@@ -83,6 +85,7 @@ def test_every_change_that_a_refusal_names_fits_when_it_is_planned_with(
 
 
 @pytest.mark.parametrize("case", CASES)
+@quick(lambda case: case[1] == SEARCHES[0])
 def test_no_limit_is_refused_above_the_least_peak_that_was_found(case: tuple[str, str]) -> None:
     most = peak_without_limit(case)
     with pytest.raises(PlanError) as caught:

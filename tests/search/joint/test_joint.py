@@ -92,6 +92,7 @@ DEEP = ("wide gpt", "2x2", 0.28)
 TIGHT = first(1, (("wide mlp", "2", 0.35), DEEP, ("wide gpt", "2x2", 0.4)))
 
 
+@pytest.mark.full  # the test after the next shows it with more room
 def test_where_computing_alone_takes_as_long_no_technique_is_looked_at() -> None:
     plan = tight("wide gpt", "2x2", 0.5)
     assert not plan.techniques.non_defaults() and plan.claims["gaps"]["step"] < 0.01
@@ -142,6 +143,7 @@ def test_no_search_follows_where_a_choice_without_techniques_computes_alone(
     assert any(note.startswith("auto did not look at recompute, micro_batches, ") for note in plan.notes)
 
 
+@pytest.mark.full  # test_solve_limits.py has such a search
 @pytest.mark.parametrize("call", first(1, range(3)))
 def test_a_search_that_finds_nothing_and_proves_nothing_is_left_out(
     call: int, monkeypatch: pytest.MonkeyPatch

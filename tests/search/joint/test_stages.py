@@ -25,6 +25,7 @@ from meshwright.search.layer_groups import folded
 from meshwright.search.pipeline.configurations import outers
 from meshwright.search.pipeline.stages import Staged, staged, stages
 from meshwright.search.planner import Planner
+from tests.breadth import quick
 from tests.search.planned import GPU, built
 
 DEEP = "deep mlp"
@@ -135,6 +136,7 @@ def deep() -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("recompute", ["", "selective", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@quick(lambda schedule, recompute: schedule == "zero_bubble" or not recompute)
 def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, recompute: str) -> None:
     """Weights' halves of backward wait with what they read: about as much as is kept without recompute, whatever is
     computed again in the first halves; layers that are computed again as a whole do both halves at once."""
@@ -159,6 +161,7 @@ def test_the_peak_that_ranks_pipelines_is_near_the_predicted_one(schedule: str, 
     assert told.peak_bytes == pytest.approx(plan.claims["peak_bytes"], rel=near)
 
 
+@pytest.mark.full  # the first test tries every schedule
 def test_all_forwards_go_first_where_messages_take_long_and_memory_is_not_short() -> None:
     """No rank then waits for a round trip; under a limit that holds few micro-batches another schedule is taken."""
     model, batch, loss = deep()
