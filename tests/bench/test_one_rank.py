@@ -41,7 +41,7 @@ CONFIGS = {"llama": LLAMA, "mixtral": MIXTRAL}
             "llama", 16, {"pipeline": 1, "recompute": "full", "micro_batches": 2}, 0, marks=pytest.mark.slow
         ),
         pytest.param("llama", 2, {"pipeline": 2, "micro_batches": 2}, 0, marks=pytest.mark.slow),
-        ("llama", 2, {"pipeline": 2, "micro_batches": 2}, 13),
+        pytest.param("llama", 2, {"pipeline": 2, "micro_batches": 2}, 13, marks=pytest.mark.full),
         pytest.param("mixtral", 16, {"pipeline": 1}, 0, marks=pytest.mark.full),
         pytest.param(
             "mixtral",

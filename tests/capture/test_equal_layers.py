@@ -13,7 +13,7 @@ import torch
 
 from meshwright.capture import capture, copy_layers, equal_layers, trace
 from meshwright.examples.zoo import hugging_face_loss
-from tests.breadth import first
+from tests.breadth import first, quick
 
 LAYERS = 8
 FLAG = {"scale": 1.0}
@@ -78,6 +78,7 @@ def test_layers_that_differ_in_what_they_do_not_read_are_copied(monkeypatch: pyt
     assert traced(Stack(), monkeypatch) == (LAYERS - 4, True)  # the first is given what needs no gradient
 
 
+@pytest.mark.full  # layers of one kind are, before and after
 def test_hugging_face_layers_of_two_kinds_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -333,6 +334,7 @@ def _hooked(model: Stack) -> Stack:
 
 
 @pytest.mark.parametrize("case", first(5, CASES))
+@quick(lambda case: case not in ("reads the number it is given", "reads the number inside"))
 def test_layers_that_differ_are_traced(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, same = traced(CASES[case](), monkeypatch)
     assert same

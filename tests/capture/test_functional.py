@@ -127,6 +127,7 @@ def test_an_operator_stays_what_it_is(part: int, monkeypatch: pytest.MonkeyPatch
     assert found == decomposed
 
 
+@pytest.mark.full  # the one with tables is such a model, too
 @pytest.mark.parametrize("build", first(1, (llama.build, gpt.build, recommender.build)))
 def test_a_model_stays_what_it_is(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found, decomposed = twice(monkeypatch, lambda: capture(*build()).graph)
@@ -299,6 +300,7 @@ def test_other_writes_are_decomposed(odd: str, monkeypatch: pytest.MonkeyPatch) 
     assert done
 
 
+@pytest.mark.full  # test_writes_into_fresh_tensors_make_new_ones does
 @pytest.mark.parametrize("name", first(1, ("Mixtral", "GptOss")))
 def test_a_model_that_writes_in_place_stays_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")

@@ -20,6 +20,7 @@ from meshwright.ops.table import rules_of
 from meshwright.predict.price import program_price
 from meshwright.report.estimate import estimate
 from meshwright.report.what_if import changed, stored_as_used, transferred
+from tests.breadth import quick
 
 CONFIG = gpt.GPTConfig(vocabulary=96, width=48, layers=3, heads=4, sequence=24)
 PINS = {"blocks.*.up": {"n": "tp"}, "*.qkv": {"n": "tp"}}
@@ -88,6 +89,7 @@ def test_a_batch_smaller_than_its_ranks_is_refused(made):
 
 
 @pytest.mark.parametrize("level", [2, 3])
+@quick(lambda level: level == 3)
 def test_storage_by_a_level_computes_what_one_device_computes(made, level):
     model, batch, loss, captured, plan = made
     found = at_level(captured, plan, level)
@@ -145,6 +147,7 @@ def test_the_estimate_is_the_price_apart(made):
     ),
     ids=str,
 )
+@quick(lambda wished: len(wished) > 1 or "fusion" in wished)
 def test_a_changed_technique_is_the_plan_made_with_it(made, wished):
     *_, captured, plan = made
     *_, wanted = planned(mode="sharding_propagation", pins=PINS, **wished)

@@ -89,7 +89,7 @@ def test_an_operator_has_the_price_of_the_mesh_on_which_it_runs(folder: Path, ve
 @pytest.mark.parametrize(
     ("what", "options"),
     first(
-        2,
+        1,
         [
             ("micro_batches=2,schedule=gpipe", {"micro_batches": 2, "schedule": "gpipe"}),
             ("batch=16", {"batch": 16}),

@@ -89,10 +89,10 @@ def test_an_estimate_is_what_the_plan_claims_and_its_parts_add_up(folder: Path, 
 @pytest.mark.parametrize(
     ("what", "options"),
     first(
-        3,
+        1,
         [
-            ("micro_batches=2", {"micro_batches": 2}),
             ("schedule=zero_bubble,recompute=full", {"schedule": "zero_bubble", "recompute": "full"}),
+            ("micro_batches=2", {"micro_batches": 2}),
             ("pipeline=4,schedule=interleaved", {"pipeline": 4, "schedule": "interleaved"}),
             ("schedule=gpipe", {"schedule": "gpipe"}),
             ("optimizer_parallel=1,threshold_kb=0", {"optimizer_parallel": 1, "threshold_kb": 0}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.breadth import quick
 from tests.cost.test_memory import CUT, Run, hugging, small_gpt
 
 DEEP = small_gpt(batch=16, layers=4)
@@ -40,6 +41,7 @@ def error(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", QUICK)
+@quick(lambda name: not name.startswith("level 3"))
 def test_the_peak_of_a_mix_is_the_allocators(name: str) -> None:
     assert abs(error(name)) <= 0.03
 

@@ -19,6 +19,7 @@ from meshwright.predict.extrapolate_tasks import with_layers
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.planner import Evaluation
 from meshwright.search.space.variables import Choice
+from tests.breadth import quick
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=4)
 SLOW_LINK = replace(CLUSTER, levels=tuple(replace(level, bytes_per_s=2e9) for level in CLUSTER.levels))
@@ -98,10 +99,16 @@ def check(
 
 
 @pytest.mark.parametrize("techniques", TECHNIQUES, ids=str)
+@quick(
+    lambda techniques: (
+        techniques.get("optimizer_parallel") not in (1, 2) and techniques != {"micro_batches": 4}
+    )
+)
 def test_the_step_under_techniques(both: Both, techniques: dict[str, Any]) -> None:
     check(both, "gpt", "recursive_programming", SLOW_LINK, **techniques)
 
 
+@pytest.mark.full  # one kind, before; tests/search/test_equal_layers.py plans two
 def test_the_step_of_layers_of_two_kinds(both: Both) -> None:
     """All that an exact search looks at."""
     check(both, "t5", "dynamic_programming", Cluster.preset("cpu", nodes=2, ranks_per_node=4))

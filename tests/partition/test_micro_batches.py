@@ -50,9 +50,9 @@ PARTED = {"optimizer_parallel": 3, "threshold_kb": 0}  # every use of a weight i
 @pytest.mark.parametrize(
     ("mode", "techniques"),
     [
-        ("data_parallel", {}),
+        pytest.param("data_parallel", {}, marks=pytest.mark.full),
         ("sharding_propagation", {}),
-        ("sharding_propagation", {"interleave": 2}),
+        pytest.param("sharding_propagation", {"interleave": 2}, marks=pytest.mark.full),
         ("data_parallel", {"interleave": 2, **PARTED}),
     ],
 )

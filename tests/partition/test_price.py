@@ -15,6 +15,7 @@ from meshwright.examples import mlp
 from meshwright.ops.collectives import WITH_COLLECTIVES, kernel_collectives, site_collectives
 from meshwright.predict.price import letter_sizes, on_cluster, program_price
 from meshwright.redistribute.steps import origin
+from tests.breadth import quick
 from tests.partition.models import CASES, MeshKey, prepared, stored_cut
 
 RATE, LINK, LATENCY = 1e9, 4e9, 1e-6
@@ -106,6 +107,7 @@ def test_parameters_stored_cut_cost_their_gathers_and_scatters(again: bool) -> N
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+@quick(lambda name, **_: name in ("mlp", "gpt", "recommender", "compared"))
 def test_the_parts_of_a_price_are_its_sum(name: str, mesh: MeshKey, mode: str) -> None:
     parts = prepared(name, mesh, mode)[0]
     price = program_price(parts, Cluster.preset("h100"))

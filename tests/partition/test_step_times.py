@@ -15,6 +15,7 @@ from meshwright.predict.issued import Issued
 from meshwright.predict.step_time import FEW, Unlike, played, step_times
 from meshwright.predict.tasks import Filled, Lister, simulate
 from meshwright.predict.timeline import Task
+from tests.breadth import quick
 
 CLUSTER = Cluster.preset("h100", nodes=2, ranks_per_node=2)
 SLOW = {"compute": 1.3, "collective": 1.6}  # what runs beside one another slows one another down
@@ -39,6 +40,7 @@ def model():
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("slowdown", [{}, SLOW], ids=["alone", "slowed"])
+@quick(lambda options, slowdown: bool(slowdown) == bool(options) and options.get("optimizer_parallel") != 2)
 def test_a_few_micro_batches_tell_of_many(model, options, slowdown, monkeypatch):
     net, batch, loss = model
     how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **options}
@@ -58,6 +60,8 @@ def test_a_few_micro_batches_tell_of_many(model, options, slowdown, monkeypatch)
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
+# The others are in the test before.
+@quick(lambda options: not options or bool({"interleave", "offload", "mode"} & set(options)))
 def test_micro_batches_between_are_listed_once(model, options, monkeypatch):
     net, batch, loss = model
     how = {"mode": "data_parallel", "cluster": CLUSTER, "micro_batches": 32, **options}

@@ -20,6 +20,7 @@ from meshwright.predict.timeline import COMPUTE
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import quick
 from tests.partition.models import BOTH, CASES, MODELS, MeshKey, built, prepared
 from tests.verify.test_hubs import rewritten
 
@@ -35,8 +36,12 @@ def local_step(parts, values, rank: int, bucket_bytes: int) -> LocalStep:
     return LocalStep(parts, Rank(comm, torch.device("cpu")), values, None, bucket_bytes=bucket_bytes)
 
 
+FEW = ("compared", "mlp", "gpt", "recommender")  # that are quickly built
+
+
 @pytest.mark.parametrize("bucket_bytes", (25 << 20, SMALL))
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+@quick(lambda name, mesh, **_: name in FEW or (name == "resnet in rows" and len(mesh) == 1))
 def test_the_collectives_of_a_real_step_in_its_order(
     name: str, mesh: MeshKey, mode: str, bucket_bytes: int
 ) -> None:
@@ -47,6 +52,7 @@ def test_the_collectives_of_a_real_step_in_its_order(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ("mlp", "gpt"))
+@quick(lambda name, seed: seed == 0)
 def test_the_order_under_any_hubs(name: str, seed: int) -> None:
     """Hubs and storage drawn at random, some made again: every collective still falls where it was foreseen."""
     model, batch, loss = built(name)
@@ -87,6 +93,7 @@ def check_order(parts: Partition, values: Tensors, batch: Tensors, bucket_bytes:
 
 
 @pytest.mark.parametrize(("name", "mesh", "mode"), CASES, ids=str)
+@quick(lambda name, mesh, **_: name in FEW or (name == "resnet in rows" and len(mesh) == 1))
 def test_buckets_are_filled_as_the_runtime_fills_them_on_every_rank(
     name: str, mesh: MeshKey, mode: str
 ) -> None:

@@ -13,7 +13,7 @@ from meshwright.cost.cluster import Cluster, Level
 from meshwright.errors import PlanError
 from meshwright.search.joint.front import Front
 from meshwright.search.pipeline import choose as chosen
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.search.planned import GPU, built, press_ctrl_c
 
 
@@ -164,6 +164,7 @@ def test_a_plan_says_why_nothing_was_chosen_for_the_stages_of_the_user(given) ->
 @pytest.mark.parametrize(
     "given", [{}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "schedule": "gpipe"}], ids=str
 )
+@quick(lambda given: not given or "schedule" in given)
 def test_a_model_without_layers_is_cut_between_its_products(given) -> None:
     """A plain sequence of modules, each too small for a layer, once was in one stage, or had one micro-batch."""
     plan = small(**given)

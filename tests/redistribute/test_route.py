@@ -100,6 +100,7 @@ def test_each_schedule_keeps_the_values(problem, seed):
     assert lawful >= 2  # without an exchange there is always a way
 
 
+@pytest.mark.full  # test_redistribute.py has it of any pair
 @given(regular(), st.sampled_from([BYTES_ONLY, RING, NODES, GLOO_LIKE]), st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_backward_of_a_regular_pair_is_the_transpose_of_its_forward(problem, prices, seed):

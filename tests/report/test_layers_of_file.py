@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshwright.examples.zoo import hugging_face
 from meshwright.plan.plan import Plan
 from meshwright.report.explain_node import choices, folded, matching
 from meshwright.report.layers_of_file import modules_of, narrowed
+from tests.breadth import quick
 
 MODELS = {
     "mlp": lambda: mlp.build(depth=5),
@@ -25,6 +27,7 @@ MODELS = {
 }
 
 
+@functools.cache
 def planned(name: str, **given: Any) -> Plan:
     model, batch, loss = MODELS[name]()
     captured = captured_of(model, batch, loss)
@@ -34,6 +37,7 @@ def planned(name: str, **given: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@quick(lambda name: name in ("mlp", "gpt"))
 def test_a_node_of_a_file_has_the_modules_of_all_that_it_stands_for(name):
     plan = planned(name)
     read = Plan.from_json(plan.to_json())
@@ -87,6 +91,7 @@ def test_what_stands_for_a_layer_is_said():
         matching(read, "up.5")
 
 
+@pytest.mark.full  # the test before has layers that are all alike
 def test_equal_stretches_may_begin_within_a_layer():
     """As in T5, whose first layer has one operator more: the file lists parts of two layers for each."""
     read = Plan.from_json(planned("t5").to_json())

@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.save import Saves
 from meshwright.runtime.step import LocalStep
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.state.worlds import BUILDS, OPTIMIZERS, Case, alone_trained, batch_of, case, check_parts, run
 
 MESHES = (
@@ -85,9 +85,10 @@ def prove(folder: Path, name: str, optimizer: str, first: Case, second: Case) ->
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "first", "second"),
-    first(6, PAIRS),
+    first(4, PAIRS),
     ids=str,
 )
+@quick(lambda name, **_: name != "llama")
 def test_a_checkpoint_loads_under_another_plan(
     tmp_path: Path, name: str, optimizer: str, first: Case, second: Case
 ) -> None:
@@ -102,6 +103,7 @@ def test_two_hundred_random_pairs(
     prove(tmp_path, name, optimizer, first, second)
 
 
+@pytest.mark.full  # parts of other models are cut unevenly, too
 def test_experts_over_ranks_load_over_others(tmp_path: Path) -> None:
     """Two ranks have two of four experts each; then of three ranks one has two, two have one."""
     first, second = case({"dp": 2, "tp": 2}, optimizer_parallel=1, threshold_kb=0), case({"tp": 3})
@@ -124,6 +126,7 @@ GOES_ON = (
 
 
 @pytest.mark.parametrize("wanted", GOES_ON, ids=str)
+@quick(lambda wanted: "optimizer_parallel=3" not in str(wanted))
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, wanted: Case) -> None:
     """Dropout too: masks follow from the count of steps."""
 
