@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.breadth import first
+from tests.breadth import first, quick
 from tests.habits.plans import run
 
 BODY = """
@@ -106,6 +106,7 @@ for schedule in ("1f1b", "zero_bubble"):
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", first(2, ("tp", "zero3", "dp")))
+@quick(lambda plan: plan == "tp")
 def test_the_operator_is_named(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BODY)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -84,6 +85,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "pipeline"])
+@quick(lambda plan: plan != "dp")
 def test_models_without_a_seed_train_as_one(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, BROADCAST)
 

@@ -211,6 +211,7 @@ def test_what_is_frozen_or_unfrozen_after_the_build_is_honoured(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan != "dp")
 def test_train_and_eval_are_programs_of_one_state(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, MODE)
 
@@ -273,6 +274,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan != "dp")
 def test_loaders_follow_lengths_and_a_last_batch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, LENGTHS)
 
@@ -295,5 +297,6 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", [*NAMES, "pipeline"])
+@quick(lambda plan: plan != "dp")
 def test_evaluation_takes_batches_of_other_shapes(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, EVALUATION)

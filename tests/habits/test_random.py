@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 pytestmark = pytest.mark.procs
@@ -63,6 +64,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_the_numbers_of_plain_pytorch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, TRAIN)
 

@@ -61,6 +61,7 @@ mw.shutdown()
 """
 
 
+@pytest.mark.full  # loops above have small batches
 def test_a_batch_of_fewer_examples_than_ranks_under_zero_2(tmp_path: Path) -> None:
     """Two pairs of ranks share the examples, so the gradient is partial on one axis of two, which split its shards."""
     done = run_warm(tmp_path, 4, SMALLER)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.habits.plans import NAMES, run
 
 CALLS = """
@@ -59,5 +60,6 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_values_that_differ_between_ranks(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CALLS)

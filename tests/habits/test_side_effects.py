@@ -20,6 +20,7 @@ import torch
 
 import meshwright as mw
 from meshwright.capture import capture
+from tests.breadth import quick
 from tests.habits.plans import NAMES, Net, batches, loss, run
 
 BATCH = batches()[0]
@@ -308,6 +309,7 @@ mw.shutdown()
 
 @pytest.mark.procs
 @pytest.mark.parametrize("plan", NAMES)
+@quick(lambda plan: plan == "tp")
 def test_what_forward_leaves_for_the_loss_of_the_same_pass(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, LEFT)
 

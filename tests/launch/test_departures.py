@@ -133,7 +133,11 @@ SCRIPT = """
     print("to the end")
 """
 LEAVES = [
-    ("shutdown", "reached mw.shutdown() after step 2, and rank 0 waits for it in step 3"),
+    pytest.param(  # over machines, in test_machines.py
+        "shutdown",
+        "reached mw.shutdown() after step 2, and rank 0 waits for it in step 3",
+        marks=pytest.mark.full,
+    ),
     ("at once", "ended with exit code 0, and rank 0 waits for it"),
     pytest.param(
         "pipeline",

@@ -192,6 +192,7 @@ def scheduler(several: Several) -> subprocess.Popen[str]:
     return found
 
 
+@pytest.mark.full  # tests/launch/test_continue.py kills it, too
 def test_a_scheduler_of_its_own_may_start_again(launches: Launches, several: Several) -> None:
     script = launches.script(PLAIN)
     before = scheduler(several)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.breadth import quick
 from tests.launch.conftest import Launches
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
@@ -46,6 +45,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.full  # test_run.py has ranks that are slow to leave
 @pytest.mark.parametrize(
     "place",
     [
@@ -54,7 +54,6 @@ SCRIPT = """
         *(pytest.param(p, marks=pytest.mark.slow) for p in ("store", "part", "load")),
     ],
 )
-@quick(lambda place: place != "save")
 def test_who_raised_is_named(launches: Launches, place: str) -> None:
     job = launches.run("--nproc", 2, "--grace", 100, launches.script(SCRIPT), place, env=ROOT)
     assert job.returncode == 1

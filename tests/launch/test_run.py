@@ -44,6 +44,7 @@ def pid(launches, rank: int) -> int:
     return int((launches.folder / f"pid{rank}").read_text())
 
 
+@pytest.mark.full  # the next test has two and three of them
 @pytest.mark.parametrize("world_size", [2, 3])
 @quick(lambda world_size: world_size == 3)
 def test_ranks_find_each_other(launches, world_size):
@@ -128,6 +129,7 @@ def test_a_rank_that_is_slow_to_leave_after_its_error_is_named_with_it(launches)
     assert done.stderr.startswith("LaunchError: rank 1 of 2 failed with exit code 1: ValueError: bad batch\n")
 
 
+@pytest.mark.full  # so has the next test
 def test_a_rank_that_ends_early_without_an_error_is_named(launches):
     script = launches.script("""
         import os
@@ -300,6 +302,7 @@ def test_children_of_a_job_that_went_well_are_gone_too(launches):
         (["--nproc", "2", "--max-restarts", "-1", "script.py"], "--max-restarts is -1"),
     ],
 )
+@quick(lambda arguments, says: not {"-1", "-2"} & set(arguments))  # as 0 is
 def test_bad_input_is_refused_before_anything_starts(launches, arguments, says):
     launches.script("open('started', 'w')")
     done = launches.run(*arguments)

@@ -85,6 +85,7 @@ def test_ranks_meet_under_a_secret(how: str, tmp_path: Path, two: list[Machine])
         assert len(list(key.parent.iterdir())) == 1
 
 
+@pytest.mark.full  # tests/launch/test_machines.py has that
 @pytest.mark.procs
 def test_another_secret_is_refused(tmp_path: Path, two: list[Machine]) -> None:
     ends = run(tmp_path, two, *({"MESHWRIGHT_SECRET": f"a secret of its own, number {n}"} for n in range(2)))

@@ -126,6 +126,7 @@ mw.shutdown()
 CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}
 
 
+@pytest.mark.full  # the first test has one rank, test_compile.py a program with collectives
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("mesh", "pins", "techniques"),
@@ -139,7 +140,6 @@ CUT = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}}
     ],
     ids=("dp", "tp", "zero 3", "prefetched", "pipeline", "zero bubble"),
 )
-@quick(lambda pins, techniques, **_: bool(pins))
 def test_ranks_that_compile_train_as_one_device(
     tmp_path: Path, mesh: dict[str, int], pins: Any, techniques: dict[str, Any]
 ) -> None:

@@ -64,7 +64,7 @@ def run(name: str, mesh: dict[str, int], mode: str, rank: int):
 @pytest.mark.parametrize("mode", ("data_parallel", "semi_auto", "sharding_propagation"))
 @pytest.mark.parametrize("mesh", first(1, ({"dp": 2, "tp": 2}, {"tp": 3}, {"dp": 2, "tp": 4})), ids=str)
 @pytest.mark.parametrize("name", CASES)
-@quick(lambda name, mesh, **_: mesh == {"dp": 2, "tp": 2} and name != "gpt2")
+@quick(lambda name, mesh, **_: mesh == {"dp": 2, "tp": 2} and name not in ("gpt2", "llama", "resnet"))
 def test_a_step_makes_exactly_the_predicted_collectives(name: str, mesh: dict[str, int], mode: str) -> None:
     if mode == "data_parallel" and name != "recommender" and mesh == {"dp": 2, "tp": 4}:
         mesh = {"dp": 2, "tp": 2}  # a batch of 4

@@ -70,7 +70,7 @@ print("served")
 @pytest.mark.parametrize(
     "options",
     [
-        'mesh={"dp": 2}, pipeline=2, micro_batches=4',
+        pytest.param('mesh={"dp": 2}, pipeline=2, micro_batches=4', marks=pytest.mark.full),
         'mesh={"dp": 2, "tp": 2}, mode="sharding_propagation", pins={"*.up": {"n": "tp"}}, optimizer_parallel=3',
     ],
 )
@@ -78,5 +78,6 @@ def test_a_training_script_evaluates_on_the_weights_it_trains(tmp_path: Path, op
     assert "equal" in train(tmp_path, 4, EVALUATES.replace("OPTIONS", options))
 
 
+@pytest.mark.full  # tests/verify/test_forward.py carries such a plan
 def test_the_plan_file_of_a_training_step_serves(tmp_path: Path) -> None:
     assert "served" in train(tmp_path, 4, SERVES)

@@ -21,6 +21,7 @@ from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.recompute import TINY_BYTES, Again
 from meshwright.runtime.step import LocalStep
+from tests.breadth import quick
 
 BUILDS = {
     "gpt": functools.partial(gpt.build, gpt.GPTConfig(96, 48, 4, 4, 32, dropout=0.1), batch=8),
@@ -64,6 +65,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[weakref.WeakSet[Any]]:
 @pytest.mark.parametrize("asked", ("full", "selective", 0.5), ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILDS)
+@quick(lambda name, mesh, asked: (name == "gpt") == (mesh == "2x2"))
 def test_what_is_kept_is_what_the_plan_says(
     name: str, mesh: str, asked: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

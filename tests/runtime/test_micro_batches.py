@@ -19,6 +19,7 @@ from meshwright.predict.tasks import step_tasks
 from meshwright.runtime.communicator import Counter
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.step import LocalStep
+from tests.breadth import quick
 
 PINS = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}, "head": {"n": "tp"}}
 
@@ -67,6 +68,7 @@ def test_activations_are_sent_in_every_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("level", (2, 3))
+@quick(lambda level: level == 3)
 def test_split_sums_are_reduced_each_time_and_whole_ones_once(level: int) -> None:
     """Kept whole, gradients are sent as without micro-batches; kept in parts, in each of them."""
 

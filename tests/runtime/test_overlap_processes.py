@@ -41,7 +41,7 @@ mw.shutdown()
         (4, {"dp": 2, "tp": 2}, {"optimizer_parallel": 3, "threshold_kb": 0, "interleave": 2}),
     ],
 )
-@quick(lambda ranks, techniques, **_: ranks == 2 and ("interleave" in techniques or "fusion" in techniques))
+@quick(lambda ranks, techniques, **_: ranks == 2 and "interleave" in techniques)
 def test_flights_between_processes(
     tmp_path: Path, ranks: int, mesh: dict[str, int], techniques: dict[str, int]
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import quick
 from tests.ranks import run_warm
 
 pytestmark = pytest.mark.procs
@@ -73,6 +74,7 @@ assert not any("gloo" in thread for thread in threads), threads  # one that live
         (2, {"tp": 2}, "sharding_propagation", None, "torch.bfloat16", 2e-2),
     ],
 )
+@quick(lambda dtype, **_: dtype != "torch.bfloat16")
 def test_training_equals_one_device(tmp_path: Path, ranks, mesh, mode, clip, dtype, tolerance) -> None:
     pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}} if mode != "data_parallel" else None
     # Biases start at zero and are a few updates large: in bfloat16 they are held to the size of the weights.
@@ -212,12 +214,14 @@ mw.shutdown()
 """
 
 
+@pytest.mark.full  # level 3 of test_sharded_processes.py does that
 def test_parameters_stored_in_parts_and_gathered_again(tmp_path: Path) -> None:
     """Buckets, gathers forward, gathers again in backward and clipping meet in one order on real ranks."""
     lines = {x for x in succeed(tmp_path, 4, ZERO).splitlines() if "made again" in x}
     assert len(lines) >= 1 and all(int(x.split(" hubs")[0].split()[-1]) > 8 for x in lines), lines
 
 
+@pytest.mark.full  # test_techniques_processes.py has them, too
 def test_micro_batches_on_real_ranks(tmp_path: Path) -> None:
     """Four ranks as 2 × 2, three micro-batches of unequal length, labels that count unevenly."""
     out = succeed(

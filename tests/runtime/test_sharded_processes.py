@@ -23,7 +23,7 @@ pytestmark = pytest.mark.procs
     ),
     ids=("1", "2", "2 in pairs", "3"),
 )
-@quick(lambda techniques, **_: "shard_size" not in techniques)
+@quick(lambda techniques, **_: "shard_size" not in techniques and techniques["optimizer_parallel"] > 1)
 def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, techniques: dict) -> None:
     mode = "sharding_propagation" if "tp" in mesh else "data_parallel"
     pins = {"*.qkv": {"n": "tp"}, "*.up": {"n": "tp"}} if "tp" in mesh else None
@@ -38,6 +38,7 @@ def test_a_level_trains_as_one_device(tmp_path: Path, ranks: int, mesh: dict, te
     assert "loss" in succeed(tmp_path, ranks, settings + body)
 
 
+@pytest.mark.full  # simulated ranks do in tests/verify/test_experts.py
 def test_experts_over_ranks_train_as_one_device(tmp_path: Path) -> None:
     settings = f"""
 MESH, MODE, PINS, CLIP = {{"dp": 2, "ep": 2}}, "sharding_propagation", {OVER_RANKS!r}, 0.05
