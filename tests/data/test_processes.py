@@ -88,6 +88,7 @@ for batch in mw.shard_loader(Broken(40), step):
 """
 
 
+@pytest.mark.full  # tests/launch/test_run.py names the first rank that fails
 def test_an_error_of_a_dataset_reaches_all_ranks(tmp_path: Path) -> None:
     """The launcher names the rank, its error and the line; rank 0 may be ended before it can say so itself."""
     done = run_script(tmp_path, 2, BROKEN)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.errors import BatchError
+from tests.breadth import quick
 from tests.data import train as t
 
 MESHES = (
@@ -178,6 +179,7 @@ def test_of_an_image_a_rank_keeps_its_height_and_width() -> None:
 
 @pytest.mark.parametrize("workers", (0, 2))
 @pytest.mark.parametrize("first", (1, 3, 5))
+@quick(lambda first, workers: (first == 3) == bool(workers))
 def test_a_run_goes_on_where_another_stopped_on_other_ranks(first: int, workers: int) -> None:
     """Two epochs in one go on two ranks; and some steps on two ranks, the rest on three: the same samples in the same
     order, none read twice."""

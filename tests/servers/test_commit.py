@@ -21,6 +21,7 @@ from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
 from meshwright.servers.worker import Worker
+from tests.breadth import quick
 from tests.launch.conftest import Launches, eventually
 from tests.servers.jobs import ROWS, WIDTH, full, job, values
 from tests.servers.served import Job, worker
@@ -66,6 +67,8 @@ def killed(made: Worker, stage: str) -> None:
     ids=["", "first", "second", "both", "first-copied", "second-copied"],
 )
 @pytest.mark.parametrize("stage", STAGES)
+# The second server, and each bound.
+@quick(lambda kills, bound, **_: kills != (0,) and (bound == 0) == (len(kills) == 1))
 def test_a_push_of_a_killed_worker(jobs, monkeypatch, stage, replicas, kills, bound):
     monkeypatch.setattr(serving, "GONE_SECONDS", 0.1)
     monkeypatch.setattr(serving, "RESTART_SECONDS", 0.3)

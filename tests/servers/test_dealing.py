@@ -178,6 +178,7 @@ def test_a_job_of_processes_resumes_with_more_workers(tmp_path: Path) -> None:
     assert "each sample was trained 2 times: True" in done.stdout, done.stderr
 
 
+@pytest.mark.full  # cases above show the same in one process
 @pytest.mark.procs
 def test_processes_that_come_and_go_train_each_sample_once(tmp_path: Path) -> None:
     """One worker of a launcher, two more of another one, of which one is killed."""

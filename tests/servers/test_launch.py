@@ -91,6 +91,7 @@ def test_without_state_a_killed_server_ends_the_job():
     assert "nothing is lost with --replicas 1 or --server-state" in said
 
 
+@pytest.mark.full  # test_shares.py starts workers again, test_together.py in one process
 @pytest.mark.procs
 @pytest.mark.timeout(300)
 def test_all_workers_start_again_where_they_were(tmp_path):

@@ -190,6 +190,7 @@ except mw.ServerError as error:
 """
 
 
+@pytest.mark.full  # test_option_processes.py has others that drift apart
 @pytest.mark.procs
 def test_weights_on_no_server_that_a_loss_changes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CHANGED)

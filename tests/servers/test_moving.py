@@ -14,6 +14,7 @@ from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
 from meshwright.servers.shards import spread
 from meshwright.servers.worker import Worker
+from tests.breadth import first
 from tests.servers.jobs import ROWS, full, parameters, values
 
 CASES = [
@@ -142,7 +143,8 @@ def train_rows(worker: Worker, ids: torch.Tensor) -> None:
     worker.push(9.0, {}, {"table": (ids, held["table"].cos())})
 
 
-def test_a_mover_that_is_killed_anywhere_begins_again_under_its_name():
+@pytest.mark.parametrize("every", first(1, (4, 1)))  # every fourth message, or all
+def test_a_mover_that_is_killed_anywhere_begins_again_under_its_name(every: int):
     case, messages, after = CASES[0], 0, None
     while True:
         transport = Local({n: Server(n) for n in range(3)}, 60)
@@ -170,5 +172,5 @@ def test_a_mover_that_is_killed_anywhere_begins_again_under_its_name():
         assert len(worker.map.servers) == 3 and all(torch.equal(found[name], after[name]) for name in after)
         if not killed:
             break
-        messages += 1
+        messages += every
     assert messages > 10

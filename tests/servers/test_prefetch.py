@@ -17,6 +17,7 @@ from meshwright.servers.local import Local
 from meshwright.servers.moving import use_servers
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import Remote
+from tests.breadth import quick
 from tests.servers.jobs import ROWS, WIDTH, full, job, parameters
 from tests.servers.served import plain, worker
 from tests.servers.test_replicas import is_copied, until
@@ -28,6 +29,7 @@ EVENTS = ["read", "use", "push", "other", "move"]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 99)), max_size=30))
 @settings(max_examples=25, deadline=None)
+@quick(lambda case: case[0] == "SparseAdam")
 def test_rows_are_those_of_a_pull_without_it(case: Any, events: list[tuple[str, int]]) -> None:
     """Whatever happens between the prefetch and its use: pushes of both workers, and blocks that move."""
     name, options, more = case
@@ -96,6 +98,7 @@ WRONG = lambda model, x: {model.table: x * 0 + 39, model.bag: x[:0]}  # noqa: E7
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("ids", [ALL, SOME, WRONG])
+@quick(lambda ids, staleness, everything: everything == (staleness != 2))
 def test_losses_are_the_same(ids: Any, staleness: int | None, everything: bool) -> None:
     step, losses = trained(ids, staleness, everything)
     _, want = trained(None, staleness, everything)
@@ -148,6 +151,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
+@quick(lambda replicas: not replicas)
 def test_servers_that_are_killed_meanwhile(jobs, replicas: int) -> None:
     """A server that was started again knows no versions of before."""
     running, steps = jobs(replicas=replicas), 30

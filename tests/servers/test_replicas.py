@@ -16,6 +16,7 @@ from meshwright.servers.in_folder import InFolder
 from meshwright.servers.places import beside
 from meshwright.servers.server import Server
 from meshwright.servers.sockets import receive, send
+from tests.breadth import quick
 from tests.servers.jobs import full
 from tests.servers.served import LIMITS, Job, plain, train, worker
 
@@ -35,6 +36,7 @@ def until(found, seconds: float = 60.0) -> None:
 
 
 @LIMITS
+@quick(lambda limit: limit is not None)  # without, in test_sockets.py
 def test_killed_servers_go_on_from_their_copies(jobs, limit):
     """Twenty kills at any moment while two workers train: to the bit what it is without them."""
     job, chance, done = jobs(replicas=1), random.Random(0), 0

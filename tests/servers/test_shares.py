@@ -103,6 +103,7 @@ def test_workers_that_restart_train_all_batches_again():
     assert "all steps were made 0" in done.stdout  # equal to one device
 
 
+@pytest.mark.full  # test_different_batches_raise_on_all_workers in one process
 @pytest.mark.procs
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -30,12 +30,14 @@ from meshwright.servers.places import LAUNCHER, PREFIX
 from meshwright.servers.server import Server
 from meshwright.servers.shards import Parameter, spread
 from meshwright.servers.sockets import Remote, receive, send
+from tests.breadth import quick
 from tests.servers.jobs import ROWS, WIDTH, full
 from tests.servers.jobs import job as local_job
 from tests.servers.served import LIMITS, plain, train, worker
 
 
 @LIMITS
+@quick(lambda limit: limit is None)  # clipped, in test_replicas.py
 def test_killed_servers_go_on_with_the_same_values(jobs, tmp_path, limit):
     """Twenty random kills while two workers train: to the bit what it is without them, each push applied once."""
     job, steps = jobs(every=4000), 40

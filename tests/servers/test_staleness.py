@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ServerError
 from meshwright.servers.shards import Parameter
+from tests.breadth import quick
 from tests.servers.jobs import job
 
 STEPS = 4
@@ -26,6 +27,7 @@ def tables() -> tuple[Parameter, ...]:
 @pytest.mark.parametrize("bound", [0, 1, 3, None])
 @given(st.lists(st.integers(0, 8), min_size=5, max_size=60), st.integers(1, 3))
 @settings(max_examples=20)
+@quick(lambda bound: bound != 3)
 def test_random_schedules(bound, order, servers):
     given_ = tables()
     local, workers = job(servers, bound, workers=3, patience=0, given=given_, values=zeros)
