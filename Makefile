@@ -22,22 +22,21 @@ JOBS   ?= 2
 demo: $(READY)
 	$(BIN)/meshwright run --nproc 4 examples/demo.py
 
-# Two passes: what is pure goes first, in runs of neighbours, which share what they have built; what starts processes
-# mostly waits for them, so that more of it runs at once. Ranks start faster from compiled files.
-# What fails there is repeated alone, once, and both outcomes are printed: a job that was starved by its neighbours
-# passes then, a fault stays. Exit status 5 is "no test was selected", which is no failure of a pass.
+# Tests that start processes mostly wait for them, so that more workers than cores keep these busy (tests/conftest.py
+# spreads such tests). Ranks start faster from compiled files.
+# What fails is repeated alone, once, and both outcomes are printed: a job that was starved by its neighbours passes
+# then, a fault stays. Exit status 5 is "no test was selected", which is no failure.
 unexport PYTHONDONTWRITEBYTECODE
-define PASSES
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 3)) -m "procs and not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ] \
-	    || $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(ARGS)
+define PASS
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 3)) --dist worksteal -m "not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ] \
+	    || $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none -m "not slow and not gpu and $(1)" $(ARGS)
 endef
 
 test: $(READY)
-	$(call PASSES,not full)
+	$(call PASS,not full)
 
 test-rest: $(READY)
-	$(call PASSES,full)
+	$(call PASS,full)
 
 test-all: test test-rest
 

@@ -9,6 +9,7 @@ in a loop, which takes two thirds of a proof's processor time. Python's collecto
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import zlib
@@ -25,6 +26,8 @@ settings.load_profile("busy")
 # A shell that starts this in the background has it ignore Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, without what is before the point, lie evenly between 0 and 1
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--share K/N``."""
@@ -40,13 +43,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         by_share[zlib.crc32(item.nodeid.encode()) % shares == mine - 1].append(item)
     config.hook.pytest_deselected(items=by_share[False])
-    items[:] = sorted(by_share[True], key=_begins)
+    items[:] = _mixed(by_share[True])
 
 
-def _begins(item: pytest.Item) -> float:
-    """Of the tests of processes, those that may take longest begin first: else all wait for the last one."""
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put tests of processes between the modules of others, evenly: workers take stretches of this list, and while one
+    waits for its processes the others compute. Those that may take longest are spread first."""
+    waiting = [item for item in items if item.get_closest_marker("procs")]
+    waiting.sort(key=lambda item: -_seconds(item))
+    others = [item for item in items if not item.get_closest_marker("procs")]
+    places = [0, *(n for n, (one, two) in enumerate(itertools.pairwise(others), 1) if one.path != two.path)]
+    between: dict[int, list[pytest.Item]] = {}
+    for number, item in enumerate(waiting):
+        place = places[int(number * GOLDEN % 1 * len(places))]
+        between.setdefault(place, []).append(item)
+    return [one for n in range(len(others) + 1) for one in (*between.get(n, ()), *others[n : n + 1])]
+
+
+def _seconds(item: pytest.Item) -> float:
     limit = item.get_closest_marker("timeout")
-    return -float(limit.args[0]) if limit and item.get_closest_marker("procs") else 0.0
+    return float(limit.args[0]) if limit else 0.0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
