@@ -188,6 +188,8 @@ class _Watch(TorchFunctionMode):
         self._look_at(args)
         if func in GRADIENT_CALLS:
             _refuse_gradient_call(func)
+        if func in DATA and type(args[0]) not in REAL:
+            _refuse_data()
         with annotate({LINE: user_line(code=True)}):
             out = func(*args, **(kwargs or {}))
         in_place = getattr(func, "__name__", "").endswith("_") or "out" in (kwargs or {})
@@ -241,6 +243,18 @@ def _refuse_gradient_call(func: Any) -> None:
         why="a captured program has the forward pass; what is done to gradients on the way would be lost",
         where=user_line(),
         hint=GRADIENT_CALLS[func],
+    )
+
+
+DATA = (torch.Tensor.data.__get__, torch.Tensor.data.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _refuse_data() -> None:
+    raise CaptureError(
+        ".data inside the loss cannot be captured",
+        why="export makes what it reads a constant, and loses what is written",
+        where=user_line(),
+        hint=f"x.detach() has the same values; clamp weights after a step, not in the model; or {AS_IT_IS}",
     )
 
 

@@ -167,6 +167,14 @@ def backward(model: Any, out: torch.Tensor) -> None:
     out.sum().backward(retain_graph=True)
 
 
+def read_data(model: Any, out: torch.Tensor) -> torch.Tensor:
+    return out.data.mean()
+
+
+def set_data(model: Any, out: torch.Tensor) -> None:
+    out.data = out * 2
+
+
 CASES = {
     count: ("model.calls: 0 → 1", "model.calls += 1"),
     note: ("model.log: [] → [1]", "model.log.append(1)"),
@@ -195,6 +203,8 @@ CASES = {
     seed: ("a seed is set", "torch.manual_seed(3)"),
     hook: (r"register_hook() inside the loss", "test_side_effects.py:"),
     grad: (r"grad() inside the loss", "test_side_effects.py:"),
+    read_data: (".data inside the loss", "test_side_effects.py:"),
+    set_data: (".data inside the loss", "test_side_effects.py:"),
     backward: (r"backward() inside the loss", "test_side_effects.py:"),
 }
 
