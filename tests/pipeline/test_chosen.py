@@ -298,3 +298,21 @@ def test_what_was_planned_and_does_not_fit_is_no_next_best(
     (best, found), *_ = told
     assert looked[0] not in found and best in found
     assert not any("next best" in note and " at about -" in note for note in plan.notes)
+
+
+def test_what_took_longer_than_predicted_does_so_under_smaller_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None fits, so the search goes on below them; a configuration that is too slow is not planned again."""
+    shapes: list[object] = []
+    split = chosen.split_as_found
+
+    def slow(wanted, inside, taken, asked):
+        shapes.append((taken, asked.pipeline, asked.schedule, asked.micro_batches))
+        plan = split(wanted, inside, taken, asked)
+        return replace(plan, claims={**plan.claims, "step_seconds": 1e6})
+
+    monkeypatch.setattr(chosen, "split_as_found", slow)
+    monkeypatch.setattr(chosen, "_fits", lambda *_: False)
+    assert small(1e3).techniques.pipeline == 1
+    assert shapes and len(shapes) == len(set(shapes))

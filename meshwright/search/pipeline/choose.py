@@ -155,9 +155,10 @@ def _best(wanted: Wanted, world: _World, made: Plan | None) -> Plan | None:
     """The best plan in stages that is worth it, if any is; ended early, the best so far. Where none fits after all, the
     search goes on below what it took them for."""
     best: Plan | None = None
+    slow: dict[object, float] = {}
     for _ in range(STAGES.smaller_limits):
         over: list[float] = []
-        best = _quickest(wanted, world, made, over)
+        best = _quickest(wanted, world, made, over, slow)
         if best is not None or not over or world.request.stop.now():
             break
         world = world.within((1 - STAGES.limit_step) * min(over))
@@ -169,10 +170,12 @@ def _quickest(
     world: _World,
     made: Plan | None,
     over: list[float],
+    slow: dict[object, float],
     hurried: bool = True,
 ) -> Plan | None:
-    """The best plan in stages within the limit of a world; `over` gets what was expected of those that do not fit.
-    `hurried`: whether the search for configurations may end before any of them is planned."""
+    """The best plan in stages within the limit of a world; `over` gets what was expected of those that do not fit, and
+    `slow` how many times as long as predicted each configuration takes. `hurried`: whether the search for
+    configurations may end before any of them is planned."""
     if made is None and world.least_bytes > world.limit:
         return None
     enough = (1 - STAGES.worth) * made.claims["step_seconds"] if made is not None else float("inf")
@@ -199,15 +202,16 @@ def _quickest(
         several.setdefault((_asked(found, techniques), found.outer.taken), found)
     planned, fitting = 0, list[tuple[Staged, float]]()
     most = STAGES.planned_of_small if len(world.folds.full.nodes) <= STAGES.small_nodes else STAGES.planned
-    late: dict[str, float] = {}
+    late: dict[str, float] = {}  # by how much the search predicted too little of others under this schedule
     for (asked, taken), found in several.items():
         # Those that do not fit after all are no answer: there may be one further on, as a smaller limit would show.
         if best is not None and found.seconds >= best.claims["step_seconds"]:
             break
         if stop.now() or (planned >= most and (best is not None or made is not None)):
             break
-        if made is not None and found.seconds * late.get(found.outer.schedule.name, 1.0) >= enough:
-            continue  # by how much the search predicted too little of others under this schedule
+        name, shape = found.outer.schedule.name, (found.outer, asked.micro_batches)
+        if made is not None and found.seconds * late.get(name, slow.get(shape, 1.0)) >= enough:
+            continue
         planned += 1
         try:
             inside = plan_found(world.planner(found.outer.inside(request.cluster)), found.found)
@@ -217,9 +221,10 @@ def _quickest(
             continue
         except PlanError:
             continue
-        name, step = found.outer.schedule.name, other.claims["step_seconds"]
+        step = other.claims["step_seconds"]
         lag = step / found.seconds
         late[name] = min(lag, late.get(name, lag))
+        slow[shape] = min(lag, slow.get(shape, lag))
         if not _fits(other, _request(wanted)):
             over.append(found.peak_bytes)
             continue
@@ -238,7 +243,7 @@ def _quickest(
             stop.offer(step, best)
             request.report(f"{other.techniques.pipeline} stages", best.claims["step_seconds"], None)
     if best is None and made is None and hurried and stop.now(known=True):
-        return _quickest(wanted, world, made, over, hurried=False)  # none of those found by then fits
+        return _quickest(wanted, world, made, over, slow, hurried=False)  # none of those found by then fits
     return best
 
 
