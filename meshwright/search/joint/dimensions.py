@@ -7,6 +7,7 @@ would make the numbers inexact is not among the values.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,13 +150,18 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
         return Dimension(
             "micro_batches", (1,), f"%{needing[0].name} ({needing[0].op}) needs the full batch at once"
         )
-    rows = batch_rows(graph)
-    counts = [n for n in powers() if rows and all(r % (n * copies) == 0 for r in rows)]
-    return Dimension("micro_batches", tuple(counts) or (1,))
+    rows = math.gcd(*batch_rows(graph))
+    counts = [
+        1
+    ]  # each at least twice the last: powers of two as far as they divide the batch, then other factors
+    for number in range(2, min(rows // copies, TECHNIQUES.micro_batches) + 1):
+        if number >= 2 * counts[-1] and rows % (number * copies) == 0:
+            counts.append(number)
+    return Dimension("micro_batches", tuple(counts))
 
 
 def powers() -> Iterator[int]:
-    """Numbers of micro-batches that are looked at."""
+    """Powers of two, up to the most micro-batches that are looked at."""
     number = 1
     while number <= TECHNIQUES.micro_batches:
         yield number

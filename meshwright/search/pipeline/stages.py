@@ -312,7 +312,7 @@ def _groups(
         seconds = [
             least(outer, pieces) * (uneven(outer, pieces) + outer.schedule.idle_share(outer.ranks, pieces))
             for _, outer in each
-            for pieces in powers()
+            for pieces in sorted({*powers(), most})
             if pieces <= most and outer.schedule.can_be(outer.ranks, pieces)
         ]
         if seconds:

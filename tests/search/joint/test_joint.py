@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.compile import captured_of
 from meshwright.errors import PlanError
 from meshwright.examples import gpt, llama, zoo
+from meshwright.ops.analysis import factors_of
 from meshwright.plan.plan import Plan
 from meshwright.search import joint
 from meshwright.search.budget import TECHNIQUES
+from meshwright.search.joint.dimensions import pieces_of
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, solve_limited
 from tests.breadth import first
@@ -54,6 +57,24 @@ def steps(model: str, mesh: str, share: float, pieces: tuple[int, ...]) -> dict[
         if plan.claims["peak_bytes"] <= share * free(model, mesh, "auto").claims["peak_bytes"]:
             found[str(techniques)] = plan.claims["step_seconds"]
     return found
+
+
+@pytest.mark.parametrize(
+    "rows, counts",
+    [
+        (1, (1,)),
+        (7, (1, 7)),
+        (16, (1, 2, 4, 8, 16)),
+        (96, (1, 2, 4, 8, 16, 32, 96)),
+        (100, (1, 2, 4, 10, 20, 50, 100)),
+    ],
+)
+def test_batches_of_any_size_have_micro_batches(rows: int, counts: tuple[int, ...]) -> None:
+    """Powers of two alone are 1, 2 and 4 of 100 rows: what fits with 50 micro-batches was refused."""
+    with torch.device("meta"):
+        net, batch = torch.nn.Linear(4, 4), {"x": torch.empty(rows, 4)}
+    captured = captured_of(net, batch, lambda model, batch: model(batch["x"]).square().mean())
+    assert pieces_of(captured.graph, factors_of(captured.graph), 1).values == counts
 
 
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1500))  # dozens of plans each, minutes beside other work
