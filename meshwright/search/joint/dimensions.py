@@ -151,9 +151,8 @@ def pieces_of(graph: Graph, factors: Factors, copies: int) -> Dimension:
             "micro_batches", (1,), f"%{needing[0].name} ({needing[0].op}) needs the full batch at once"
         )
     rows = math.gcd(*batch_rows(graph))
-    counts = [
-        1
-    ]  # each at least twice the last: powers of two as far as they divide the batch, then other factors
+    # Each is at least twice the last: powers of two as far as they divide the batch, then other factors.
+    counts = [1]
     for number in range(2, min(rows // copies, TECHNIQUES.micro_batches) + 1):
         if number >= 2 * counts[-1] and rows % (number * copies) == 0:
             counts.append(number)
