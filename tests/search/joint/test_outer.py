@@ -95,7 +95,8 @@ def test_parts_of_two_levels_are_left_out_where_more_of_the_outer_one_gives_as_m
     cluster = Cluster.preset("h100", nodes=4, ranks_per_node=6)
     every = {o.taken for o in outers(cluster, layers=30)}
     left = {o.taken for o in unmixed(cluster, outers(cluster, layers=30))}
-    assert every - left == {(2, 2), (2, 6)}  # (4, 1) and (4, 3) give 4 and 12 ranks; of 6, (2, 3) is the only way
+    # (4, 1) and (4, 3) give 4 and 12 ranks; of 6, (2, 3) is the only way.
+    assert every - left == {(2, 2), (2, 6)}
 
 
 def test_a_message_goes_over_the_slowest_level_between_stages():
