@@ -35,6 +35,7 @@ from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
+from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_to_forget
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
 from meshwright.capture.ties import ties_of
@@ -114,6 +115,7 @@ class Loss(torch.nn.Module):
         Raises CaptureError if it is not a loss.
         """
         loss, more = loss_and_more(self.value(tensors))
+        self.watch.past.read([loss])
         made: list[torch.Tensor] = []
         self.watch.shape = None if more is None else shape_of(more, made)
         if any(result is given for result in made for given in tensors):
@@ -162,6 +164,7 @@ class _Watch(TorchFunctionMode):
     # The nest of what is returned beside the loss: export puts attributes of modules back.
     shape: Shape | None = None
     each: bool = False  # whether each of equal layers is traced
+    past: PastAutograd = field(default_factory=PastAutograd)
     layers: EqualLayers | None = None
     looks: bool = True
 
@@ -190,14 +193,14 @@ class _Watch(TorchFunctionMode):
             _refuse_gradient_call(func)
         if func in DATA and type(args[0]) not in REAL:
             _refuse_data()
+        refuse_to_forget(func, args, kwargs)
+        written = self.past.before(func, args, kwargs)
         with annotate({LINE: user_line(code=True)}):
             out = func(*args, **(kwargs or {}))
-        in_place = getattr(func, "__name__", "").endswith("_") or "out" in (kwargs or {})
-        if torch.is_grad_enabled() or in_place:
-            return out
-        if isinstance(out, tuple | list) and type(out) in (tuple, list):
-            return type(out)(_detached(o) for o in out)
-        return _detached(out)
+        if not torch.is_grad_enabled() and needs_detach(func, args, kwargs):
+            out = self.past.apart(out, args)
+        self.past.after(written, args, out)
+        return out
 
     def _look_at(self, args: Any) -> None:
         """Record real tensors: parameters and buffers of the model are fake during the trace."""
@@ -256,10 +259,6 @@ def _refuse_data() -> None:
         where=user_line(),
         hint=f"x.detach() has the same values; clamp weights after a step, not in the model; or {AS_IT_IS}",
     )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _out_of_torch(frame: Any) -> Any:
