@@ -134,8 +134,9 @@ KEEPS: dict[str, Keeps] = {
             "constant_pad_nd repeat repeat_interleave.self_int unfold diagonal diag_embed", ""),
     "aten.pad.default": lambda node, types, wanted: _pad(node),
     # ---- reductions and scans
-    **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fftn fft_ifftn fft_irfft", ""),
-    **_each("fft_fft fft_ifft fft_rfft", "0"),
+    **_each("sum sum.dim_IntList mean mean.dim cumsum flip diff roll fft_fft2 fft_ifft2 fft_fftn fft_ifftn "
+            "fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn fft_fftshift fft_ifftshift", ""),
+    **_each("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn fft_ihfft fft_ihfft2 fft_ihfftn", "0"),
     **_each("max min prod median norm.Scalar amax amin logsumexp prod.dim_int std std.dim std.correction "
             "linalg_vector_norm norm.ScalarOpt_dim cumprod logcumsumexp nanmedian linalg_norm linalg_norm.ord_str "
             "std_mean std_mean.dim std_mean.correction", "0 o0"),

@@ -34,8 +34,8 @@ MISSES |= {
     for number in (0, 1)
 }
 MISSES |= {
-    (f"aten.{op}.default", 1): "pads its input first, and keeps the copy"
-    for op in ("fft_fft", "fft_ifft", "fft_rfft")
+    (f"aten.fft_{op}.default", int(op[-1] != "n")): "pads its input first, and keeps the copy"
+    for op in ("fft", "ifft", "rfft", "rfft2", "rfftn", "ihfft2", "ihfftn")
 }
 MISSES |= {
     ("aten.tensordot.default", 0): "permutes an operand into a copy first, and keeps the copy",

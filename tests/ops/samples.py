@@ -260,8 +260,6 @@ add("aten.diff.default", T(f, 4, 6), 1, 1)
 add("aten.diff.default", T(f, 4, 6), 1, 1, T(f, 4, 1))
 add("aten.roll.default", T(f, 4, 5, 6), [1, 2], [1, 2])
 add("aten.roll.default", T(f, 4, 6), [3])
-for op in ("fft_fftn", "fft_ifftn"):
-    add(f"aten.{op}.default", lambda: torch.randn(4, 5, 6, dtype=torch.complex128), None, [1, 2])
 
 # ---- normalisations
 add("aten.layer_norm.default", T(f, 4, 5, 6), [6], T(f, 6), T(f, 6), 1e-5)
@@ -352,7 +350,21 @@ for weights in ((None, None), (T(f, 6), T(f, 6))):
 for op in ("fft_fft", "fft_ifft", "fft_rfft"):
     add(f"aten.{op}.default", T(f, 4, 6, 5))
     add(f"aten.{op}.default", T(f, 4, 6, 5), 8, 1)
-add("aten.fft_irfft.default", T(lambda *s: torch.randn(s, dtype=torch.complex128).requires_grad_(), 4, 6, 5))
+waves = T(lambda *s: torch.randn(s, dtype=torch.complex128).requires_grad_(), 4, 6, 5)
+for op in ("fft_irfft", "fft_hfft"):
+    add(f"aten.{op}.default", waves)
+add("aten.fft_ihfft.default", T(f, 4, 6, 5))
+for op in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
+    source = waves if op in ("irfft", "hfft") else T(f, 4, 6, 5)
+    add(f"aten.fft_{op}2.default", source)
+    add(f"aten.fft_{op}2.default", source, [8, 4], [0, 2], "ortho")
+    add(f"aten.fft_{op}n.default", source, [4, 6])
+    add(f"aten.fft_{op}n.default", source, None, [1])
+for op in ("fft_fftn", "fft_ifftn"):
+    add(f"aten.{op}.default", waves, None, [1, 2])
+for op in ("fft_fftshift", "fft_ifftshift"):
+    add(f"aten.{op}.default", T(f, 4, 6, 5), [1])
+    add(f"aten.{op}.default", T(f, 4, 6, 5))
 for op in ("var", "std"):
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [1], True, True)
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [0, 2], False)

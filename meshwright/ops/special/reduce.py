@@ -111,12 +111,23 @@ def roll(node: Node, types: Types) -> Rule:
     return line(node, types, f"{text} -> {text}")
 
 
-def fft(node: Node, types: Types) -> Rule:
-    """A transform over some dims (all, or the last, where none are given); its length may change."""
-    source = shapes_in(node, types)[0]
-    dims = dims_of(node.arg(2, "dim", None if "fftn" in node.op else -1), len(source))
-    after = [f"f{i}!" if i in dims else n for i, n in enumerate(letters(len(source)))]
-    return line(node, types, f"{text_of(letters(len(source), dict.fromkeys(dims, '!')))} -> {text_of(after)}")
+def fft(default: int | tuple[int, ...] | None, lengths: bool = True) -> Special:
+    """A transform over some dims; the length of each may change. Without dims: over the last ones if `lengths` can be
+    given and are, else over those by default (None: all)."""
+
+    def rule(node: Node, types: Types) -> Rule:
+        source = shapes_in(node, types)[0]
+        given = node.arg(2 if lengths else 1, "dim", default)
+        sizes = node.arg(1, "s", None) if lengths else None
+        if given is None and isinstance(sizes, tuple):
+            given = tuple(range(-len(sizes), 0))
+        dims = dims_of(given, len(source))
+        after = [f"f{i}!" if i in dims else n for i, n in enumerate(letters(len(source)))]
+        return line(
+            node, types, f"{text_of(letters(len(source), dict.fromkeys(dims, '!')))} -> {text_of(after)}"
+        )
+
+    return rule
 
 
 def _named(names: str, special: Special) -> dict[str, Special]:
@@ -151,6 +162,8 @@ REDUCE: dict[str, Special] = {
     **_named("glu.default", resized("~>")),
     **_named("diff.default", resized("->", 2)),
     **_named("roll.default", roll),
-    **_named("fft_fftn.default fft_ifftn.default fft_fft.default fft_ifft.default fft_rfft.default "
-             "fft_irfft.default", fft),
+    **{f"aten.fft_{one}{n}.default": fft(default)
+       for one in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+       for n, default in (("", -1), ("2", (-2, -1)), ("n", None))},
+    **_named("fft_fftshift.default fft_ifftshift.default", fft(None, lengths=False)),
 }  # fmt: skip
