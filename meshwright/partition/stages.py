@@ -126,6 +126,22 @@ def segment_stages(graph: Graph, cuts: Sequence[int] = ()) -> tuple[Stage, ...]:
     return tuple(map(stage, segments))
 
 
+def check_carried(stages: Sequence[Stage], carried: Sequence[tuple[str, str]]) -> None:
+    """Raise PlanError for a buffer that one stage reads and another makes anew in each micro-batch: the next one would
+    come to the first before the other is done. `carried`: input → its new value."""
+    for name, value in carried:
+        reading = {number for number, stage in enumerate(stages) if name in stage.reads}
+        making = {number for number, stage in enumerate(stages) if value in stage.ends}
+        if making and reading - making:
+            where = next(n.where for s in stages for n in s.segment.graph.nodes if name in n.uses)
+            raise PlanError(
+                f"the buffer %{name} is read in stage {min(reading - making)} and changed in stage {max(making)}",
+                why="each micro-batch changes it, so the next one would read a value that is not there yet",
+                where=where,
+                hint="micro_batches=1, or pins that put what reads it and what changes it into one stage",
+            )
+
+
 def _stage(
     program: Graph,
     number: int,
@@ -151,4 +167,13 @@ def _stage(
     return Stage(Segment(graph, tuple(takes), results), takes, gives, mine)
 
 
-__all__ = ["Places", "Stage", "check_one_stage", "cut_stages", "flights_within", "places", "segment_stages"]
+__all__ = [
+    "Places",
+    "Stage",
+    "check_carried",
+    "check_one_stage",
+    "cut_stages",
+    "flights_within",
+    "places",
+    "segment_stages",
+]

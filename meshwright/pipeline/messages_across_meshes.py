@@ -58,6 +58,11 @@ class Routes:
         entry = next(i for i in parts.resharded.graph.inputs if i.name == name)
         return MeshLayout(TensorLayout(update_layout(parts, entry).dims), parts.ranks)
 
+    def held(self, name: str, place: PipelineRank) -> MeshLayout:
+        """How the ranks of a place hold an input of the program."""
+        parts = self.every.of_place(place)
+        return MeshLayout(TensorLayout(parts.resharded.layouts[name].dims), parts.ranks)
+
     def sends(self, message: Message, rank: int) -> int:
         """To how many ranks one of the sender's sends a message."""
         route = self.of(message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,7 @@ def split(
     )
     edges = [0, *ends]
     of = {nodes[n].name: s for s in range(stages) for n in range(places[edges[s]], places[edges[s + 1]])}
+    _keep_together(graph, of, pinned_to)
     return Split(
         of,
         free,
@@ -207,6 +209,28 @@ class _Room:
                 shared += size * (first[None, :] > first[:, None])
         sums = np.cumsum(once)[places]
         return np.where(_forward(places), held + shared + sums[None, :] - sums[:, None], np.inf)
+
+
+def _keep_together(graph: Graph, of: dict[str, int], pinned_to: Mapping[str, int]) -> None:
+    """Move what leads from a buffer to its new value, without a gradient, into the stage that makes the value, if no
+    earlier one reads it: a micro-batch may need the value that the one before has made."""
+    entries, filled = {i.target: i.name for i in graph.inputs}, Counter(of.values())
+    for target, value in graph.mutations:
+        maker, buffer = graph.producers.get(value), entries[target]
+        readers = {node.name for node, _ in graph.consumers[buffer]}
+        if maker is None or maker.name not in of or readers == {maker.name}:
+            continue
+        stage, after, between = of[maker.name], {buffer}, list[Node]()
+        for node in graph.nodes[: graph.nodes.index(maker)]:
+            if after.intersection(node.uses) and not any(node.needs_grad):
+                after.update(node.values)
+                between.append(node)
+        for node in reversed(between):
+            later = (of.get(r.name, stage) >= stage for v in node.values for r, _ in graph.consumers[v])
+            here = of.get(node.name, stage)
+            if here < stage and filled[here] > 1 and node.name not in pinned_to and all(later):
+                of[node.name] = stage
+                filled.update({here: -1, stage: 1})
 
 
 def _sums(values) -> np.ndarray:

@@ -11,7 +11,7 @@ from meshwright.core.rank_numbers import PipelineRank
 from meshwright.partition import Partition
 from meshwright.partition.micro_batches import MicroBatches
 from meshwright.partition.segments import Segment
-from meshwright.partition.stages import Stage
+from meshwright.partition.stages import Stage, check_carried
 from meshwright.pipeline.meshes import meshes_of
 from meshwright.pipeline.messages import Messages
 from meshwright.pipeline.messages_across_meshes import Routes
@@ -44,6 +44,7 @@ class Pipeline:
         self.routes = replace(self.routes, copy_of=programs.copy_of)
         self.cut = self.parts.stages(programs.programs[0], programs.copy_of)
         self.messages = Messages(self.cut, self.schedule)
+        check_carried(self.cut, programs.carried)
         return replace(programs, late=self._late(programs.late), carried=self._own(programs.carried))
 
     def segments(self, programs: MicroBatches) -> dict[int, list[tuple[Segment, ...]]]:
@@ -88,6 +89,10 @@ class Pipeline:
     def updated(self, name: str) -> Callable[[PipelineRank], MeshLayout] | None:
         """How the ranks of each place hold the gradient of a parameter; None where all are of one mesh."""
         return functools.partial(self.routes.updated, name) if self.meshes.own else None
+
+    def held(self, name: str) -> Callable[[PipelineRank], MeshLayout] | None:
+        """How the ranks of each place hold an input of the program; None where all are of one mesh."""
+        return functools.partial(self.routes.held, name) if self.meshes.own else None
 
     def shared(self, names: Iterable[str]) -> Mapping[str, tuple[PipelineRank, ...]]:
         """Those of some inputs that several places hold."""

@@ -31,6 +31,7 @@ from meshwright.runtime.programs import Programs
 from meshwright.runtime.rank import Rank
 from meshwright.runtime.rank_weights import RankWeights
 from meshwright.runtime.results import Results
+from meshwright.runtime.stage_buffers import handed_on
 from meshwright.runtime.state import State
 from meshwright.runtime.step_end import StepEnd
 from meshwright.runtime.trained import OptimizerFactory
@@ -204,12 +205,22 @@ class LocalStep:
         if len(self.results.values) > 1:
             self._beside = self.results.pieces(made.values, made.pieces)
             del self._beside[LOSS]
-        replaced = [(target, made.values[v]) for target, v in self.graph.mutations if v in made.values]
-        copy_all([self.leaves[self.named("buffer", name)] for name, _ in replaced], [x for _, x in replaced])
+        if self.graph.mutations:
+            self._replace_buffers(made.values)
         self.rank.step, self.rank.calls = (
             (self.rank.step + 1, 0) if update else (self.rank.step, self.rank.calls + 1)
         )
         return made.values[self.graph.loss]
+
+    def _replace_buffers(self, made: Mapping[str, torch.Tensor]) -> None:
+        new = [(self.named("buffer", target), target, value) for target, value in self.graph.mutations]
+        if self.pipe is None:
+            found = [(self.leaves[name], made[value]) for name, _, value in new if value in made]
+        else:
+            kept, tensors = self.state.kept, self.state.tensors
+            held = {name: (tensors.get(target), kept[target].holders) for name, target, _ in new}
+            found = handed_on(self.pipe, [(n, v) for n, _, v in new], made, held, self.end.tags)
+        copy_all([x for x, _ in found], [x for _, x in found])
 
     def beside_loss(self, gather: bool) -> list[torch.Tensor | None]:
         """The results of the last call beside the loss: full on all ranks with `gather`, else as this rank has them,

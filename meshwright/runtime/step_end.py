@@ -17,7 +17,8 @@ from meshwright.runtime.stage_borders import Kinds
 
 class StepEnd:
     """The end of the steps of one program. `added`: name → a gradient of earlier calls, to which those of this step are
-    added. `tag` is of no other message between stages. `kinds`: the actions that end a step."""
+    added. `tag` is of no other message between stages, and each input of the program has one of the `tags`.
+    `kinds`: the actions that end a step."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class StepEnd:
         self.added: dict[str, torch.Tensor] = {}
         self.repeats = False  # a step that fails is done again: what `added` has must stay
         # Numbers of inputs are equal on all ranks.
-        self._tags = {name: first_free_tag + 2 + number for number, name in enumerate(held.inputs)}
+        self.tags = {name: first_free_tag + 2 + number for number, name in enumerate(held.inputs)}
         self.tag = first_free_tag + 2 + len(held.inputs)
         self.kinds: Kinds = {"reduce_wait": lambda _: self.reduce(), "update": lambda _: self.update()}
 
@@ -63,7 +64,7 @@ class StepEnd:
             shard = held.sharded.shards.get(name)
             leaf = held.weights[name] if shard is None else shard.leaf
             mine = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            leaf.grad = pipe.comm.sum_over(mine, places, self._tags[name], pipe.updated(name))
+            leaf.grad = pipe.comm.sum_over(mine, places, self.tags[name], pipe.updated(name))
 
     def update(self) -> None:
         """Update the parameters, unless gradients are not finite and such steps are skipped."""

@@ -1,0 +1,84 @@
+"""Buffers that a step changes, over the stages of a pipeline: the numbers of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_warm
+
+pytestmark = pytest.mark.procs
+
+SCRIPT = """
+import copy, torch
+import meshwright as mw
+
+class Scaled(torch.nn.Module):
+    '''Every layer reads a buffer, which the last one changes.'''
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x + self.scale))
+        if self.training:
+            self.scale.mul_(0.9).add_(x.detach().square().mean(0), alpha=0.1)
+        return x
+
+class Averaged(torch.nn.Module):
+    '''Each layer has an average of its own, and a count.'''
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        h = torch.tanh(self.layer(x))
+        out = x + h - self.mean
+        if self.training:
+            self.seen.add_(1)
+            share = 1.0 / self.seen.to(h.dtype)
+            self.mean.copy_(self.mean * (1 - share) + h.detach().mean(0) * share)
+        return out
+
+def averaged():
+    return torch.nn.Sequential(*(Averaged() for _ in range(4)))
+
+def loss(model, x):
+    return model(x).square().mean()
+
+torch.manual_seed(0)
+model = (MODEL)().double()
+twin = copy.deepcopy(model)
+batch = torch.randn(8, 6, dtype=torch.float64)
+optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, 0.1), batch, loss=loss, mesh={"dp": 1}, OPTIONS)
+for _ in range(3):
+    optimizer.zero_grad()
+    wanted = loss(twin, batch)
+    wanted.backward()
+    optimizer.step()
+    found = step(batch)
+    assert torch.allclose(found, wanted), (found, wanted)
+state = step.full_state()
+assert all(torch.allclose(state[n], x) for n, x in twin.state_dict().items())
+mw.shutdown()
+"""
+PLANS = (
+    "pipeline=2, micro_batches=2",
+    'pipeline=4, micro_batches=4, schedule="zero_bubble_v"',
+    'pipeline=4, micro_batches=2, schedule="interleaved"',
+)
+
+
+@pytest.mark.parametrize("options", PLANS)
+@pytest.mark.parametrize("model", ("Scaled", "averaged"))
+def test_buffers_of_stages_have_the_values_of_one_device(tmp_path: Path, model: str, options: str) -> None:
+    done = run_warm(tmp_path, 2, SCRIPT.replace("MODEL", model).replace("OPTIONS", options))
+    assert done.returncode == 0, done.stderr
