@@ -3,6 +3,7 @@ weights that a training step holds."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from meshwright.core.graph import Graph
 from meshwright.core.layout import TensorLayout
 from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_beside
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import BatchError, PlanError
+from meshwright.errors import BatchError, PlanError, RunError
 from meshwright.inference.forward_program import Outputs, agree_on_program, lowered, opened_weights
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
@@ -311,14 +312,8 @@ def shared_forward(
             i.name: agreed.constants[i.target].to(rank.device) for i in captured.graph.input_of("constant")
         }
         twin = Rank(comm, rank.device, rank.seed, rank.exact)
-        local = LocalForward(parts, twin, {**leaves, **own}, host_parameters, first_tag)
-        entries = [e for e in captured.graph.inputs if e.role in ("parameter", "buffer")]
-        holds = (lambda _: True) if local.pipe is None else local.pipe.holds
-        lacks = next((e.target for e in entries if holds(e.name) and e.name not in leaves), "")
-        meeting.confirm(
-            f"{lacks} is on other ranks of the pipeline than the stage that reads it" if lacks else "",
-            hint="with step.full() as model: model(x) evaluates on the full model; or train without pipeline=",
-        )
+        held = _held_by_all(meeting, parts, leaves)
+        local = LocalForward(parts, twin, {**leaves, **own}, host_parameters, first_tag, held)
 
         def again(example: Any) -> ForwardStep | None:
             return build(model, example, outputs)
@@ -326,6 +321,28 @@ def shared_forward(
         return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again, access)
 
     return build
+
+
+def _held_by_all(
+    meeting: Meeting, parts: Partition, leaves: Mapping[str, torch.Tensor]
+) -> list[frozenset[str]]:
+    """The parameters and buffers of a program that each rank has. Collective. Raises RunError on all ranks for one that
+    is on none, or that a rank would have to lend from the host's memory."""
+    graph = parts.resharded.graph
+    read = {u for node in graph.nodes for u in node.uses} | {value for _, value in graph.outputs}
+    entries = [e for e in graph.inputs if e.role in ("parameter", "buffer") and e.name in read]
+    word = json.dumps([e.name for e in entries if e.name in leaves])
+    held = [frozenset(json.loads(told)) for told in meeting.collect(word)]
+    everywhere, somewhere = frozenset.intersection(*held), frozenset.union(*held)
+    for entry in entries:
+        if entry.name not in somewhere or (
+            entry.name not in everywhere and entry.name in parts.resharded.host_parameters
+        ):
+            raise RunError(
+                f"{entry.target} is on other ranks of the pipeline than the stage that reads it",
+                hint="with step.full() as model: model(x) evaluates on the full model; or train without pipeline=",
+            )
+    return held
 
 
 # ---------------------------------------------------------------- steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from meshwright.runtime.buckets import GradientBuckets
 from meshwright.runtime.collectives import Handle
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.executor import make_executor
+from meshwright.runtime.lent_weights import LentWeights
 from meshwright.runtime.local_batch import BatchParts, Given, place_of, taker
 from meshwright.runtime.parameter_offload import HostParameters
 from meshwright.runtime.pipeline_rank import Pipeline
@@ -38,9 +39,11 @@ class LocalForward:
         leaves: Mapping[str, torch.Tensor],
         host_parameters: HostParameters | None = None,
         first_tag: int = 0,
+        held: Sequence[Collection[str]] = (),
     ) -> None:
         """Build the forward pass. `host_parameters`: the leaves that are offloaded between their uses, if they are
-        offloaded already. `first_tag`: the first tag of messages between stages."""
+        offloaded already. `first_tag`: the first tag of messages between stages. `held`: the inputs that each rank has,
+        where stages may read some that ranks of other stages have."""
         self.rank, self.world, self.leaves = rank, rank.comm, leaves
         self.asks = True  # as in a training step
         self.pipe = Pipeline(parts, rank.comm, training=False) if parts.plan.stages else None
@@ -65,6 +68,10 @@ class LocalForward:
         if self.pipe is not None:
             self.batches.only(self.made.reads)
         none = GradientBuckets(rank.comm, [])
+        self.lent: LentWeights | None = None
+        if self.pipe is not None and held:
+            self.lent = LentWeights(self.pipe, rank, leaves, held, first_tag)
+            leaves, first_tag = {**leaves, **self.lent.rooms}, first_tag + len(self.lent.takers)
         self.executor = make_executor(
             self.made, leaves, none, self.batches, self.results, first_tag=first_tag
         )
@@ -83,6 +90,8 @@ class LocalForward:
         during = heartbeat.during("a forward pass")
         with self.ambient.as_built(), during, torch.no_grad(), self.host_parameters.away():
             self.made.begin()
+            if self.lent is not None:
+                self.lent.bring()
             made = self.executor.run(self.made.actions, batch, self._wanted)
             pieces = self.results.pieces(made.values, made.pieces)
             every = self.layouts if isinstance(gather, bool) else gather

@@ -1,4 +1,5 @@
-"""Buffers that a step changes, over the stages of a pipeline: the numbers of one device."""
+"""Buffers that a step changes, and tensors that evaluation reads in another stage than training, over the stages of a
+pipeline: the numbers of one device."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import first
 from tests.ranks import run_warm
 
 pytestmark = pytest.mark.procs
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.procs
 SCRIPT = """
 import copy, torch
 import meshwright as mw
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 class Scaled(torch.nn.Module):
     '''Every layer reads a buffer, which the last one changes.'''
@@ -27,6 +30,16 @@ class Scaled(torch.nn.Module):
             x = x + torch.tanh(layer(x + self.scale))
         if self.training:
             self.scale.mul_(0.9).add_(x.detach().square().mean(0), alpha=0.1)
+        return x
+
+class Moved(Scaled):
+    '''The first operator changes the buffer that every layer reads.'''
+
+    def forward(self, x):
+        if self.training:
+            self.scale.mul_(1.5)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x + self.scale))
         return x
 
 class Averaged(torch.nn.Module):
@@ -50,6 +63,10 @@ class Averaged(torch.nn.Module):
 def averaged():
     return torch.nn.Sequential(*(Averaged() for _ in range(4)))
 
+def normed():
+    linears = (torch.nn.Linear(6, 6) for _ in range(4))
+    return torch.nn.Sequential(*(f(x) for f, x in zip((weight_norm, spectral_norm) * 2, linears)))
+
 def loss(model, x):
     return model(x).square().mean()
 
@@ -68,6 +85,14 @@ for _ in range(3):
     assert torch.allclose(found, wanted), (found, wanted)
 state = step.full_state()
 assert all(torch.allclose(state[n], x) for n, x in twin.state_dict().items())
+evaluate = step.forward_step(model.eval(), batch, outputs=loss)
+with torch.no_grad():
+    assert torch.allclose(evaluate(batch), loss(twin.eval(), batch))
+model.train(), twin.train()
+step(batch)
+twin.load_state_dict(step.full_state())
+with torch.no_grad():  # what is lent is the newest
+    assert torch.allclose(evaluate(batch), loss(twin.eval(), batch))
 mw.shutdown()
 """
 PLANS = (
@@ -78,7 +103,7 @@ PLANS = (
 
 
 @pytest.mark.parametrize("options", PLANS)
-@pytest.mark.parametrize("model", ("Scaled", "averaged"))
+@pytest.mark.parametrize("model", first(2, ("Scaled", "averaged", "Moved", "normed")))
 def test_buffers_of_stages_have_the_values_of_one_device(tmp_path: Path, model: str, options: str) -> None:
     done = run_warm(tmp_path, 2, SCRIPT.replace("MODEL", model).replace("OPTIONS", options))
     assert done.returncode == 0, done.stderr
