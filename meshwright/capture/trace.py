@@ -38,6 +38,7 @@ from meshwright.capture.outside import OutsideCalls
 from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_to_forget
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
+from meshwright.capture.stand_ins import cumulative_norms, stand_in
 from meshwright.capture.ties import ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
@@ -101,6 +102,7 @@ class Loss(torch.nn.Module):
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(self.effects.inside())
+            stack.enter_context(cumulative_norms(self.model))
             stack.enter_context(self.watch)
             if not self.watch.each:
                 with self.watch.paused():
@@ -196,7 +198,7 @@ class _Watch(TorchFunctionMode):
         refuse_to_forget(func, args, kwargs)
         written = self.past.before(func, args, kwargs)
         with annotate({LINE: user_line(code=True)}):
-            out = func(*args, **(kwargs or {}))
+            out = stand_in(func, args)(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and needs_detach(func, args, kwargs):
             out = self.past.apart(out, args)
         self.past.after(written, args, out)

@@ -107,3 +107,38 @@ PLANS = (
 def test_buffers_of_stages_have_the_values_of_one_device(tmp_path: Path, model: str, options: str) -> None:
     done = run_warm(tmp_path, 2, SCRIPT.replace("MODEL", model).replace("OPTIONS", options))
     assert done.returncode == 0, done.stderr
+
+
+AVERAGED = """
+import copy, torch
+import meshwright as mw
+
+def loss(model, batch):
+    return model(batch).square().sum(-1).mean()
+
+torch.manual_seed(0)
+norms = (torch.nn.BatchNorm1d(6, momentum=None) for _ in range(4))
+model = torch.nn.Sequential(*(m for norm in norms for m in (torch.nn.Linear(6, 6), norm, torch.nn.Tanh()))).double()
+twin = copy.deepcopy(model)
+optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+batches = torch.randn(3, 8, 6, dtype=torch.float64)
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, 0.1), batches[0], loss=loss, OPTIONS)
+count = step.plan.techniques.micro_batches
+for batch in batches:
+    optimizer.zero_grad()
+    for part in batch.chunk(count):
+        (loss(twin, part) / count).backward()
+    optimizer.step()
+    step(batch)
+state = step.full_state()
+assert all(torch.allclose(state[n], x) for n, x in twin.state_dict().items())
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    "options", ["mesh=2", "mesh=2, micro_batches=2", *(f'mesh={{"dp": 1}}, {p}' for p in PLANS[::2])]
+)
+def test_averages_over_all_batches_are_those_of_accumulation(tmp_path: Path, options: str) -> None:
+    done = run_warm(tmp_path, 2, AVERAGED.replace("OPTIONS", options))
+    assert done.returncode == 0, done.stderr
