@@ -29,6 +29,7 @@ from meshwright.errors import BatchError, PlanError, RunError
 from meshwright.inference.forward_program import Outputs, agree_on_program, lowered, opened_weights
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
+from meshwright.planning.in_pieces import in_pieces
 from meshwright.planning.search_request import request_for
 from meshwright.report.program import ProgramText
 from meshwright.runtime.communicator import Communicator
@@ -303,7 +304,7 @@ def shared_forward(
         meeting = Meeting()
 
         def chosen(found: Forward) -> Plan:
-            return carried(plan, found.captured.graph, found.captured.folding)
+            return _carried(plan, found)
 
         agreed, guards = agree_on_program(meeting, model, batch, outputs, chosen)
         captured, parts = lowered(agreed)
@@ -321,6 +322,12 @@ def shared_forward(
         return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again, access)
 
     return build
+
+
+def _carried(plan: Plan, found: Forward) -> Plan:
+    """The plan of a training step, or of another batch, for a forward pass."""
+    graph, folding = found.captured.graph, found.captured.folding
+    return in_pieces(plan, graph, lambda one: carried(one, graph, folding))
 
 
 def _held_by_all(

@@ -28,9 +28,8 @@ from meshwright.compile import Loss, captured_of, lower, values_of, with_model
 from meshwright.core.graph import Graph
 from meshwright.core.techniques import Techniques
 from meshwright.errors import BatchError, CaptureError, MeshwrightError, PlanError, RunError
-from meshwright.ops.analysis import factors_of
-from meshwright.partition.time_axis import in_time
 from meshwright.plan.plan import Plan
+from meshwright.planning.in_pieces import in_pieces
 from meshwright.runtime.communicator import Communicator
 from meshwright.runtime.local_batch import Given, LocalBatch
 from meshwright.runtime.optimizer_check import check_made, watch_hooks
@@ -103,27 +102,7 @@ class ModelState:
             {e.name: one[e.target] for e in graph.inputs if e.target in one and e.role != "batch"}
             for one in self.held
         ]
-        asked = plan.techniques
-
-        def made(techniques: Techniques) -> Plan:
-            found = carried_to_train(replace(plan, techniques=techniques), graph, held)
-            for one in found.own or (found,):
-                in_time(graph, factors_of(graph), one)  # are there examples for all of them?
-            return found
-
-        if asked.pieces == 1 or asked.pipeline > 1:
-            return carried_to_train(plan, graph, held)
-        fewer = replace(asked, micro_batches=1, interleave=1)
-        batch = graph.input_of("batch")
-        if any(i.type.shape[i.batch_dim] < asked.pieces for i in batch if i.batch_dim is not None):
-            return made(fewer)  # one example does not even count as a batch
-        try:
-            return made(asked)
-        except PlanError as error:
-            try:
-                return made(fewer)
-            except PlanError:
-                raise error from None
+        return in_pieces(plan, graph, lambda one: carried_to_train(one, graph, held))
 
 
 _of_model: weakref.WeakKeyDictionary[torch.nn.Module, ModelState] = weakref.WeakKeyDictionary()

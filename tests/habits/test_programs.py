@@ -40,7 +40,7 @@ model = Net()
 twin = copy.deepcopy(model)
 optimizer = adamw(twin.parameters())
 step = mw.train_step(model, adamw, batches()[0], loss=loss, **PLAN)
-sizes = (8, 6, 8, 3, 6, *(() if "pipeline" in PLAN else (1,)), 8)  # of which some are too small for micro-batches
+sizes = (8, 6, 8, 3, 6, 1, 8)  # of which some are too small for micro-batches
 for rows in sizes:
     batch = batches(1, rows)[0]
     expected = loss(twin, batch)
@@ -51,6 +51,9 @@ for rows in sizes:
 assert step.steps == len(sizes)
 state = step.full_state()
 assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
+evaluate = step.forward_step(model, batches()[0], outputs=loss)
+for batch in (batches(1, rows)[0] for rows in (8, *sizes[:-2])):
+    assert close(evaluate(batch), loss(twin, batch).detach()), len(batch["x"])
 mw.shutdown()
 """
 
