@@ -319,6 +319,7 @@ class _Optimizer(Struct):
     name: str = field(name="class")
     options: list[dict[str, Any]]
     parameters: dict[str, _Parameter]
+    groups: list[Count] = []
 
 
 class _Data(Struct):
@@ -347,10 +348,8 @@ def _index(folder: Path, plain: dict[str, Any]) -> Index:
     def entry(name: str, tensor: _Tensor) -> Entry:
         parts = []
         for number, start, shape, offset, crc in tensor.parts:
-            box, there = (
-                Box(start, shape),
-                number < len(files) and len(start) == len(shape) == len(tensor.shape),
-            )
+            box = Box(start, shape)
+            there = number < len(files) and len(start) == len(shape) == len(tensor.shape)
             if not there or any(s + n > most for s, n, most in zip(start, shape, tensor.shape, strict=True)):
                 raise ValueError(f"{name} is {list(tensor.shape)}, and has no part {[number, start, shape]}")
             if offset + box.numel * ITEM_BYTES[tensor.dtype] > data.files[files[number]][0]:
@@ -361,6 +360,8 @@ def _index(folder: Path, plain: dict[str, Any]) -> Index:
         return Entry(tensor.dtype, tensor.shape, tuple(parts))
 
     if data.optimizer is not None:
+        if max(data.optimizer.groups, default=-1) >= len(data.optimizer.options):
+            raise ValueError(f"groups have options that are not there: {data.optimizer.groups}")
         for name, told in data.optimizer.parameters.items():
             lacks = [key for key in told.tensors if f"{STATE}{name}.{key}" not in data.tensors]
             if lacks or told.options >= len(data.optimizer.options):

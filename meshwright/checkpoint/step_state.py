@@ -108,18 +108,21 @@ def state_items(step: LocalStep) -> Iterator[Item]:
 
 
 def optimizer_values(step: LocalStep) -> dict[str, Any] | None:
-    """All of the optimizer that is no tensor, as JSON: its class, its options, and of each parameter the number of its
-    options, the keys of its tensors and its other values. None without an optimizer. Raises CheckpointError."""
+    """All of the optimizer that is no tensor, as JSON: its class, its options, of each group the number of its options
+    and whether this rank has parameters in it, and of each parameter the number of its options, the keys of its tensors
+    and its other values. None without an optimizer. Raises CheckpointError."""
     optimizer = step.optimizer
     if optimizer is None:
         return None
     names = {id(leaf): entry.target for entry, leaf in trained_inputs(step)}
     options: list[dict[str, Any]] = []
     found: dict[str, dict[str, Any]] = {}
+    groups: list[tuple[int, bool]] = []
     for group in optimizer.param_groups:
         said = {k: to_plain(v, f"the optimizer's option {k!r}") for k, v in group.items() if k != "params"}
         if said not in options:
             options.append(said)
+        groups.append((options.index(said), not _is_empty(group)))
         for leaf in group["params"]:
             if isinstance(leaf, Nothing):
                 continue
@@ -133,31 +136,45 @@ def optimizer_values(step: LocalStep) -> dict[str, Any] | None:
                     if not isinstance(v, torch.Tensor)
                 },
             }
-    return {"class": type(optimizer).__name__, "options": options, "parameters": found}
+    return {"class": type(optimizer).__name__, "options": options, "groups": groups, "parameters": found}
+
+
+def _is_empty(group: Mapping[str, Any]) -> bool:
+    """Return whether a group has no parameters on this rank: those of other stages of a pipeline, or none at all."""
+    return all(isinstance(p, Nothing) for p in group["params"])
 
 
 def merged(told: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Merge the optimizer records of all ranks, which hold different parameters in a pipeline."""
+    """Merge the optimizer records of all ranks, which hold different parameters in a pipeline. Options of a group are
+    those of a rank with parameters in it, if there is one."""
     known = [t for t in told if t is not None]
     if not known:
         return None
     options: list[dict[str, Any]] = []
     found: dict[str, dict[str, Any]] = {}
+    groups: dict[int, tuple[int, bool]] = {}
     for one in known:
         for said in one["options"]:
             if said not in options:
                 options.append(said)
         for name, entry in one["parameters"].items():
             found[name] = {**entry, "options": options.index(one["options"][entry["options"]])}
-    return {"class": known[0]["class"], "options": options, "parameters": found}
+        for number, (at, filled) in enumerate(one.get("groups", ())):
+            if number not in groups or (filled and not groups[number][1]):
+                groups[number] = options.index(one["options"][at]), filled
+    numbers = [groups[n][0] for n in range(len(groups))]
+    return {"class": known[0]["class"], "options": options, "groups": numbers, "parameters": found}
 
 
 def set_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
-    """Give each group of parameters the options that its parameters had. Raises CheckpointError where these differ."""
-    of = saved["parameters"]
-    for group in optimizer.param_groups:
+    """Give each group of parameters the options that its parameters had, or, if it has none on this rank, the group of
+    its number had. Raises CheckpointError where these differ."""
+    of, groups = saved["parameters"], saved.get("groups", ())
+    for number, group in enumerate(optimizer.param_groups):
         wanted = {of[names[id(p)]]["options"] for p in group["params"] if names.get(id(p)) in of}
-        if len(saved["options"]) == 1 and all(isinstance(p, Nothing) for p in group["params"]):
+        if _is_empty(group) and len(groups) == len(optimizer.param_groups):
+            wanted = {groups[number]}
+        elif _is_empty(group) and len(saved["options"]) == 1:
             wanted = {0}
         if len(wanted) > 1:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES, optimizer_values, set_options
+from meshwright.checkpoint.step_state import DTYPES, SAFE_NAMES, merged, optimizer_values, set_options
 from meshwright.checkpoint.user_data import from_plain
 from meshwright.runtime.step import LocalStep
 
@@ -75,7 +75,7 @@ def _send(local: LocalStep, to: int, loss: torch.Tensor | None, beside: Beside) 
     tensors, before = _tensors(local, loss), local.before
     head: dict[str, Any] = {
         "tensors": [[name, SAFE_NAMES[x.dtype], list(x.shape)] for name, x in tensors.items()],
-        "optimizer": optimizer_values(local),
+        "optimizer": merged([optimizer_values(local)]),
         "beside": list(beside),
         "counts": [local.rank.step, local.rank.calls, local.samples, before.skipped],
         "accumulating": local.state.accumulating,
