@@ -265,7 +265,7 @@ def _built(request: StepRequest) -> TrainStep:
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
     same_model(meeting, agreed, model)
     guards = Guards.of(model, request.loss, batch)
-    same_values(
+    if same_values(
         meeting,
         guards,
         graph,
@@ -276,7 +276,8 @@ def _built(request: StepRequest) -> TrainStep:
         exact_random=request.exact_random,
         skip_nonfinite=request.skip_nonfinite,
         bucket_bytes=request.bucket_bytes,
-    )
+    ):
+        guards = Guards.of(model, request.loss, batch)
     initial = initial_of(request, meeting, agreed)
     captured = Captured(graph, agreed.constants, fold(graph), ())
     # As it came the plan may say many equal layers by two of them.

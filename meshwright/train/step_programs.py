@@ -287,7 +287,8 @@ class Source:
         agreed = unpack(meeting.agree(compute))
         same_model(meeting, agreed, model)
         guards = Guards.of(model, self.loss, batch)
-        same_values(meeting, guards, agreed.graph, lambda: captured_here().graph)
+        if same_values(meeting, guards, agreed.graph, lambda: captured_here().graph):
+            guards = Guards.of(model, self.loss, batch)
         captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
         plan = with_model(agreed.plan.check(agreed.graph), captured)
         parts = lower(captured, plan)

@@ -63,3 +63,27 @@ mw.shutdown()
 @quick(lambda plan: plan == "tp")
 def test_values_that_differ_between_ranks(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, CALLS)
+
+
+NOTED = """
+from transformers import BertConfig, BertForSequenceClassification
+
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+model = BertForSequenceClassification(BertConfig(vocab_size=16, num_labels=3, **sizes)).eval()
+twin = copy.deepcopy(model)
+batch = {"input_ids": torch.arange(24).view(4, 6) % 16, "labels": torch.arange(4) % 3}
+of_model = lambda model, batch: model(**batch).loss
+step = mw.train_step(model, adamw, batch, loss=of_model, mesh={"dp": 2})
+assert close(step(batch), of_model(twin, batch).detach())
+fewer = {name: x[:2] for name, x in batch.items()}
+step(fewer)
+step(batch)
+mw.shutdown()
+"""
+
+
+@pytest.mark.procs
+def test_what_a_library_notes_during_the_capture_is_that_of_all_ranks(tmp_path: Path) -> None:
+    """Transformers note the kind of labels in the configuration, where only rank 0 captures at first."""
+    run(tmp_path, "dp", NOTED)
