@@ -293,8 +293,11 @@ class StagesBudget:
 
     # Configurations that are simulated; they are ordered by estimates, so the best comes early.
     simulations: int = 20
-    # Of these, one after the other, that are no quicker than the best so far, before they end.
+    # Of these, over the same levels, one after the other, that are no quicker than the best so far, before no more of
+    # them are looked at; and before any of them was quicker. Those over other levels may be: sums leave out for how
+    # long a slow link is waited for.
     patience: int = 5
+    patience_at_first: int = 2
     # Pipelines that are planned and predicted in full, once one of them or one stage fits.
     planned: int = 3
     # The same for models of few operators, whose pipelines are planned in a moment.

@@ -118,7 +118,7 @@ def fft(default: int | tuple[int, ...] | None, lengths: bool = True) -> Special:
     def rule(node: Node, types: Types) -> Rule:
         source = shapes_in(node, types)[0]
         given = node.arg(2 if lengths else 1, "dim", default)
-        sizes = node.arg(1, "s", None) if lengths else None
+        sizes: tuple[int, ...] | None = node.arg(1, "s", None) if lengths else None
         if given is None and isinstance(sizes, tuple):
             given = tuple(range(-len(sizes), 0))
         dims = dims_of(given, len(source))

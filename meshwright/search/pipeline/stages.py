@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -131,7 +132,9 @@ def _simulate(
     ended: Callable[[bool], bool],
 ) -> None:
     """Simulate what may be the quickest, until nothing else may be; `fitting` gets what fits."""
-    best, known, first, slower = enough, _Known(), None, 0
+    best, known, first = enough, _Known(), None
+    # Levels that are taken → simulations of these that may yet be no quicker, one after the other.
+    patience = defaultdict[tuple[int, ...], int](lambda: STAGES.patience_at_first)
     fits: dict[tuple[Candidate, Outer, int], int] = {}  # choice that fits → by how much of techniques
     entries: list[_Group | _Row] = list(groups)
     queue: list[tuple[float, tuple[int, ...], int]] = [(e.seconds, (), n) for n, e in enumerate(groups)]
@@ -141,7 +144,7 @@ def _simulate(
         heapq.heappush(queue, (row.seconds(0.0), row.order, len(entries)))
         entries.append(row)
 
-    while queue and tries > 0 and slower < STAGES.patience and not ended(bool(fitting)):
+    while queue and tries > 0 and not ended(bool(fitting)):
         estimate, order, number = heapq.heappop(queue)
         if estimate >= best:
             break
@@ -149,6 +152,9 @@ def _simulate(
         if isinstance(row, _Group):  # its front is made when nothing else may be quicker
             for one in row.rows(cluster, front_of, enough, *known_of):
                 later(one)
+            continue
+        taken = row.outer.taken
+        if not patience[taken]:
             continue
         if (now := row.seconds(known.excess(row))) > estimate:  # what was learned since
             heapq.heappush(queue, (now, order, number))
@@ -164,7 +170,7 @@ def _simulate(
                 continue
             made = staged(row.front, row.candidate, found, row.outer, cluster, row.uneven)
             known.saw(row, made)
-            slower = 0 if made.seconds < best else slower + 1
+            patience[taken] = STAGES.patience if made.seconds < best else patience[taken] - 1
         if made is None or made.peak_bytes > limit:
             for one in row.sparing():
                 later(one)
