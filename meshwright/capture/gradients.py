@@ -10,7 +10,7 @@ from meshwright.core.graph import Graph, Node, Ref
 
 DETACH = ("aten.detach.default", "aten.detach_.default")
 # Operators whose float results never carry a gradient, whatever they read.
-BLIND = ("aten.bernoulli.default", "aten.histc.default", "aten.one_hot.default", "aten.floor_divide.default")
+BLIND = ("aten.bernoulli.default", "aten.one_hot.default")
 
 
 def mark_gradients(graph: Graph) -> Graph:

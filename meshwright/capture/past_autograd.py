@@ -55,7 +55,7 @@ class PastAutograd:
         """The result of a call under `no_grad`, so that a captured program has no gradient for it either. What is one
         of the arguments, as of `contiguous()`, keeps its gradient in torch, too."""
         if isinstance(result, torch.Tensor):
-            if result.is_floating_point() and not any(result is one for one in _tensors(args)):
+            if _has_gradients(result) and not any(result is one for one in _tensors(args)):
                 result = result.detach()
                 self._apart.append(result.untyped_storage())
         elif isinstance(result, tuple | list) and not hasattr(result, "_fields"):
@@ -102,6 +102,23 @@ def needs_detach(func: Any, args: Any, kwargs: Any) -> bool:
     return not written_by(func, args, kwargs)
 
 
+def without_gradients(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call under `no_grad` whose result is written in place: what it reads has no gradient."""
+    written = written_by(func, args, kwargs)
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            reads = value.requires_grad and not any(value is one for one in written)
+            return value.detach() if reads else value
+        if type(value) in (list, tuple):
+            return type(value)(map(detached, value))
+        return value
+
+    if not written:
+        return args, kwargs
+    return detached(args), {name: detached(value) for name, value in (kwargs or {}).items()}
+
+
 def refuse_to_forget(func: Any, args: Any, kwargs: Any) -> None:
     """Raise CaptureError for a call that ends the gradient of a tensor in place: a trace does not see it."""
     name = getattr(func, "__name__", "")
@@ -131,6 +148,10 @@ def _written_into() -> CaptureError:
     )
 
 
+def _has_gradients(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _among(storage: torch.UntypedStorage, others: list[torch.UntypedStorage]) -> bool:
     return any(other is storage for other in others)
 
@@ -143,4 +164,4 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-__all__ = ["PastAutograd", "needs_detach", "refuse_to_forget"]
+__all__ = ["PastAutograd", "needs_detach", "refuse_to_forget", "without_gradients"]

@@ -35,7 +35,7 @@ from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
-from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_to_forget
+from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_to_forget, without_gradients
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
 from meshwright.capture.stand_ins import cumulative_norms, stand_in
@@ -197,6 +197,8 @@ class _Watch(TorchFunctionMode):
             _refuse_data()
         refuse_to_forget(func, args, kwargs)
         written = self.past.before(func, args, kwargs)
+        if not torch.is_grad_enabled():
+            args, kwargs = without_gradients(func, args, kwargs)
         with annotate({LINE: user_line(code=True)}):
             out = stand_in(func, args)(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and needs_detach(func, args, kwargs):

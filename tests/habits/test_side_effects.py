@@ -385,6 +385,36 @@ def test_what_no_grad_computes_has_the_gradient_of_eager(what: str) -> None:
     mw.verify(Busy(without), BATCH, loss=loss, mesh={"dp": 2}).raise_if_different()
 
 
+def added(y: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros_like(y)
+    z += y
+    return z
+
+
+WRITTEN = {
+    "added": added,
+    "copied": lambda y: y.new_empty(y.shape).copy_(y),
+    "by name": lambda y: torch.zeros_like(y).add_(other=y, alpha=2),
+    "out=": lambda y: torch.exp(y, out=torch.zeros_like(y)),
+    "out= of a list": lambda y: torch.cat([y, y], out=y.new_zeros(16, 8))[:8],
+    "complex": lambda y: torch.complex(y, y * 2),
+    # These have no derivative, so that whatever reads them would fail, too.
+    "a quotient": lambda y: y // 1,
+    "a histogram": lambda y: torch.histc(y, 8, -3, 3),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_what_no_grad_writes_has_no_gradient(what: str) -> None:
+    def without(model: Any, out: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = WRITTEN[what](out)
+        found = found.real + found.imag if found.is_complex() else found
+        return found * model.norm.weight[:8]
+
+    mw.verify(Busy(without), BATCH, loss=loss, mesh={"dp": 2}).raise_if_different()
+
+
 LEFT = """
 class Leaving(Net):
     def __init__(self):
