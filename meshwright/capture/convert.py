@@ -16,6 +16,7 @@ from meshwright.capture.copy_layers import PREFIX
 from meshwright.capture.export_errors import AS_IT_IS
 from meshwright.capture.meta_constants import check_values
 from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
+from meshwright.capture.strided import check_strides
 from meshwright.capture.ties import ties_of
 from meshwright.capture.trace import LINE, Trace
 from meshwright.core.graph import Device, Dtype, Graph, Input, Node, Ref, TensorType
@@ -106,6 +107,7 @@ def _node(fx: torch.fx.Node, refs: dict[str, Ref], traced: Trace) -> Node:
     results = value if isinstance(value, tuple | list) else () if value is None else (value,)
     module, source = _place(fx, traced)
     try:
+        check_strides(fx)
         outputs = tuple(TensorType("f32", (0,)) if r is None else type_of(r) for r in results)
         args = tuple(_argument(a, refs) for a in fx.args)
         kwargs = tuple((k, _argument(v, refs)) for k, v in fx.kwargs.items() if k not in NO_MEANING)

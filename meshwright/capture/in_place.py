@@ -161,4 +161,52 @@ def _replace_part(graph: fx.Graph, node: fx.Node) -> None:
     base.replace_all_uses_with(value, lambda user: user is not value and user not in earlier)
 
 
-__all__ = ["NEW", "may_be_new", "write_anew"]
+def name_casts(module: fx.GraphModule) -> None:
+    """Before each write of another dtype or shape into memory of the model, write the cast or expansion as operators.
+
+    Decomposition makes what is copied into all of a buffer its new value, whatever dtype and shape that has.
+    """
+    for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in inner.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            written, read = (getattr(value, "meta", {}).get("val") for value in node.args[:2])
+            if not isinstance(written, torch.Tensor) or not isinstance(read, torch.Tensor):
+                continue
+            if not _is_given(node.args[0]):
+                continue
+            with inner.graph.inserting_before(node):
+                if read.dtype != written.dtype:
+                    _read_through(node, aten.to.dtype, written.dtype, read.to(written.dtype))
+                if read.shape != written.shape:
+                    _read_through(node, aten.expand.default, list(written.shape), written)
+
+
+def _read_through(node: fx.Node, target: Any, argument: Any, value: torch.Tensor) -> None:
+    source = node.args[1]
+    made = node.graph.call_function(target, (source, argument))
+    made.meta = {**node.meta, "val": value}
+    node.update_arg(1, made)
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a value is an input of its graph, or made of one without an operator that has its own result."""
+    while isinstance(value, fx.Node) and value.op == "call_function" and not _is_fresh(value) and value.args:
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.op == "placeholder"
+
+
+IDLE = {"dropout": True, "dropout1d": True, "dropout2d": True, "dropout3d": True, "feature_dropout": True}
+IDLE |= {"alpha_dropout": False, "feature_alpha_dropout": False}  # whether it trains where nothing says so
+
+
+def is_idle_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call returns what it is given, itself: whoever writes into the result in place writes there."""
+    given = {**dict(zip(("input", "p", "training"), args, strict=False)), **(kwargs or {})}
+    name = getattr(func, "__name__", "")
+    if name not in IDLE or "input" not in given:
+        return False
+    share = given.get("p", 0.5)
+    trains = given.get("training", given.get("train", IDLE[name]))
+    return (not trains and 0 <= share <= 1) or share == 0
+
+
+__all__ = ["NEW", "is_idle_dropout", "may_be_new", "name_casts", "write_anew"]

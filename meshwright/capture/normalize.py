@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.capture.composites import COMPOSITES
 from meshwright.capture.rewrite import ARANGE, Rewriter, Rule, Values, arguments, named, rewrite
 from meshwright.capture.slices_and_joins import SLICES_AND_JOINS
+from meshwright.capture.strided import STRIDED
 from meshwright.capture.warnings import SPARSE, is_sparse
 from meshwright.core.graph import Device, Dtype, Graph, Node, Ref
 from meshwright.errors import CaptureError
@@ -312,6 +313,7 @@ TABLE: dict[str, Rule] = {
     **named("arange.default arange.start arange.start_step", _arange),
     **SLICES_AND_JOINS,
     **COMPOSITES,
+    **STRIDED,
     **named("copy.default", _copy),
     **named("fill.Tensor fill.Scalar", _fill),
     **named("where.self where.ScalarOther where.ScalarSelf where.Scalar", _where),

@@ -32,6 +32,7 @@ from meshwright.capture.equal_layers import EqualLayers
 from meshwright.capture.export_errors import AS_IT_IS, explained, own_error_in, without_tensors
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
+from meshwright.capture.in_place import is_idle_dropout, name_casts
 from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
@@ -196,6 +197,8 @@ class _Watch(TorchFunctionMode):
         if func in DATA and type(args[0]) not in REAL:
             _refuse_data()
         refuse_to_forget(func, args, kwargs)
+        if is_idle_dropout(func, args, kwargs):
+            return args[0] if args else kwargs["input"]
         written = self.past.before(func, args, kwargs)
         if not torch.is_grad_enabled():
             args, kwargs = without_gradients(func, args, kwargs)
@@ -325,6 +328,7 @@ def _trace(
                 if is_functional(program):
                     make_functional(program)
                 else:
+                    name_casts(program.graph_module)
                     program = program.run_decompositions({})
         except (MeshwrightError, UnequalLayersError):
             raise
