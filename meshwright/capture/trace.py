@@ -40,6 +40,7 @@ from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
 from meshwright.capture.stand_ins import cumulative_norms, stand_in
+from meshwright.capture.statistics import update_statistics
 from meshwright.capture.ties import ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
@@ -204,6 +205,8 @@ class _Watch(TorchFunctionMode):
             args, kwargs = without_gradients(func, args, kwargs)
         with annotate({LINE: user_line(code=True)}):
             out = stand_in(func, args)(*args, **(kwargs or {}))
+        if func is torch.nn.functional.instance_norm:
+            update_statistics(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and needs_detach(func, args, kwargs):
             out = self.past.apart(out, args)
         self.past.after(written, args, out)

@@ -113,3 +113,14 @@ def test_strides_of_what_is_a_view_are_refused(view: Callable[[torch.Tensor], to
     with pytest.raises(mw.CaptureError, match="as_strided") as raised:
         capture(net, X, loss)
     assert "contiguous()" in raised.value.hint and "test_memory.py" in raised.value.where
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_an_instance_norm_moves_its_statistics(training: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(2, affine=True, track_running_stats=True, momentum=0.3).train(training)
+    net = Net(lambda model, x: model.norm(model.up(x).view(8, 2, 2, 2)).view(8, 8) * model.scale)
+    net.norm = norm
+    captured = capture(net, X, loss)
+    assert len(captured.graph.mutations) == (2 if training else 0)
+    mw.verify(net, X, loss=loss, mesh={"dp": 2}).raise_if_different()
