@@ -194,19 +194,4 @@ def _is_given(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
-IDLE = {"dropout": True, "dropout1d": True, "dropout2d": True, "dropout3d": True, "feature_dropout": True}
-IDLE |= {"alpha_dropout": False, "feature_alpha_dropout": False}  # whether it trains where nothing says so
-
-
-def is_idle_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call returns what it is given, itself: whoever writes into the result in place writes there."""
-    given = {**dict(zip(("input", "p", "training"), args, strict=False)), **(kwargs or {})}
-    name = getattr(func, "__name__", "")
-    if name not in IDLE or "input" not in given:
-        return False
-    share = given.get("p", 0.5)
-    trains = given.get("training", given.get("train", IDLE[name]))
-    return (not trains and 0 <= share <= 1) or share == 0
-
-
-__all__ = ["NEW", "is_idle_dropout", "may_be_new", "name_casts", "write_anew"]
+__all__ = ["NEW", "may_be_new", "name_casts", "write_anew"]

@@ -7,7 +7,7 @@ what was written has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,42 +33,50 @@ class PastAutograd:
         self._apart: list[torch.UntypedStorage] = []
         self._written: list[tuple[torch.UntypedStorage, str]] = []
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
-        """Return the memory with a gradient that a call is about to write without one.
+    def call(self, func: Any, made: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call of `func`, which `made` computes, with the gradient that it has in torch.
 
-        Raises CaptureError if it reads with a gradient what was written so, or writes what has a gradient into a result
-        that was computed without one.
+        Raises CaptureError if it reads with a gradient what was written without, or writes what has a gradient into a
+        result that was computed without one.
         """
-        read = [*_tensors((args, *(kwargs or {}).values()))]
-        if self._written and torch.is_grad_enabled() and getattr(func, "__name__", "") not in VALUES_ONLY:
-            self.read(read)
-        written = written_by(func, args, kwargs)
-        if torch.is_grad_enabled():
-            written = [one for one in written if not one.requires_grad]
-            into = any(_among(one.untyped_storage(), self._apart) for one in written)
-            if into and any(other.requires_grad for other in read):
+        name, given = getattr(func, "__name__", ""), [*_tensors((args, *kwargs.values()))]
+        trains, written = torch.is_grad_enabled(), _written_by(name, args, kwargs)
+        if trains and name not in VALUES_ONLY:
+            self.read(given)
+        past = written
+        if trains:
+            past = [one for one in written if not one.requires_grad]
+            into = any(_among(one.untyped_storage(), self._apart) for one in past)
+            if into and any(other.requires_grad for other in given):
                 raise _written_into()
-        storages = [(one.untyped_storage(), one.requires_grad) for one in written]
-        return [each for each, known in storages if known or _among(each, self._shared)]
+        storages = [(one.untyped_storage(), one.requires_grad) for one in past]
+        passed = [each for each, known in storages if known or _among(each, self._shared)]
+        if not trains and written:
+            args, kwargs = _without_gradients(args, kwargs, written)
+        result = made(*args, **kwargs)
+        if not trains and not written and _needs_detach(name, given):
+            result = self._detached(result, given)
+        self._written += [(storage, user_line()) for storage in passed]
+        self._share(result, given)
+        return result
 
-    def apart(self, result: Any, args: Any) -> Any:
+    def _detached(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The result of a call under `no_grad`, so that a captured program has no gradient for it either. What is one
         of the arguments, as of `contiguous()`, keeps its gradient in torch, too."""
         if isinstance(result, torch.Tensor):
-            if _has_gradients(result) and not any(result is one for one in _tensors(args)):
+            if _has_gradients(result) and not any(result is one for one in given):
                 result = result.detach()
                 self._apart.append(result.untyped_storage())
         elif isinstance(result, tuple | list) and not hasattr(result, "_fields"):
-            result = type(result)([self.apart(each, args) for each in result])
+            result = type(result)([self._detached(each, given) for each in result])
         return result
 
-    def after(self, written: list[torch.UntypedStorage], args: Any, result: Any) -> None:
-        """Note what a call has written, and with what memory its result shares."""
-        self._written += [(storage, user_line()) for storage in written]
-        known = [one.untyped_storage() for one in _tensors(args) if one.requires_grad]
-        for one in _tensors(result):
-            if not one.requires_grad and _among(one.untyped_storage(), known):
-                self._shared.append(one.untyped_storage())
+    def _share(self, result: Any, given: list[torch.Tensor]) -> None:
+        """Note the memory that a result without a gradient shares with an argument that has one."""
+        plain = [one.untyped_storage() for one in _tensors(result) if not one.requires_grad]
+        if plain:
+            known = [one.untyped_storage() for one in given if one.requires_grad]
+            self._shared += [storage for storage in plain if _among(storage, known)]
 
     def read(self, tensors: list[torch.Tensor]) -> None:
         """Raise CaptureError if one of some tensors has a gradient and was written without."""
@@ -84,27 +92,24 @@ class PastAutograd:
                     )
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _written_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a function of torch writes in place."""
-    name = getattr(func, "__name__", "")
-    out = (kwargs or {}).get("out")
+    out = kwargs.get("out")
     plain = name.endswith("_") and not name.endswith("__") and name not in NO_WRITES
     return [*_tensors(args[0] if out is None and args and (plain or name in WRITES) else out)]
 
 
-def needs_detach(func: Any, args: Any, kwargs: Any) -> bool:
+def _needs_detach(name: str, given: list[torch.Tensor]) -> bool:
     """Whether the result of a call under `no_grad` might get a gradient in a captured program."""
-    name = getattr(func, "__name__", "")
     if name.startswith("new_") or name.endswith("_like") or name in ("zeros", "ones", "full", "empty"):
         return False  # made of nothing, or of the shape of another tensor: a gradient may be written into it later
-    if name.startswith("__") and not any(one.requires_grad for one in _tensors(args)):
-        return False
-    return not written_by(func, args, kwargs)
+    return not name.startswith("__") or any(one.requires_grad for one in given)
 
 
-def without_gradients(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a call under `no_grad` whose result is written in place: what it reads has no gradient."""
-    written = written_by(func, args, kwargs)
+def _without_gradients(
+    args: Any, kwargs: Mapping[str, Any], written: list[torch.Tensor]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The arguments of a call under `no_grad` that writes in place: what it reads has no gradient."""
 
     def detached(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -114,19 +119,17 @@ def without_gradients(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return type(value)(map(detached, value))
         return value
 
-    if not written:
-        return args, kwargs
-    return detached(args), {name: detached(value) for name, value in (kwargs or {}).items()}
+    return detached(args), {name: detached(value) for name, value in kwargs.items()}
 
 
-def refuse_to_forget(func: Any, args: Any, kwargs: Any) -> None:
+def refuse_to_forget(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise CaptureError for a call that ends the gradient of a tensor in place: a trace does not see it."""
     name = getattr(func, "__name__", "")
     if func == SETS_GRADIENT:
         name = "requires_grad_"
     if name not in ("detach_", "requires_grad_") or not args[0].requires_grad:
         return
-    if name == "requires_grad_" and (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True):
+    if name == "requires_grad_" and kwargs.get("requires_grad", args[1] if len(args) > 1 else True):
         return
     raise CaptureError(
         "detach_() inside the loss cannot be captured"
@@ -164,4 +167,4 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-__all__ = ["PastAutograd", "needs_detach", "refuse_to_forget", "without_gradients"]
+__all__ = ["PastAutograd", "refuse_to_forget"]

@@ -1,13 +1,14 @@
-"""Calls of torch that read values on the host, which a captured program cannot, as the same numbers without reading.
+"""Calls of torch whose meaning a trace would miss, as the same numbers by other calls.
 
 The cumulative averages of ``nn.BatchNorm2d(…, momentum=None)`` divide by a count of batches that is read to a Python
-number; ``torch.cov`` and ``torch.corrcoef`` read whether there are examples enough.
+number; ``torch.cov`` and ``torch.corrcoef`` read whether there are examples enough. The operator of ``instance_norm``
+updates the running statistics unseen. A dropout that does nothing returns what it is given, itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,27 +75,46 @@ def _batch_norm(
     return out
 
 
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    out = F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if use_input_stats:
+        var, mean = torch.var_mean(input.detach(), tuple(range(2, input.dim())))
+        for running, now in ((running_mean, mean), (running_var, var)):
+            if running is not None:
+                running.mul_(1 - momentum).add_(now.mean(0), alpha=momentum)
+    return out
+
+
 def _cov(
-    x: torch.Tensor,
+    input: torch.Tensor,
     *,
     correction: int = 1,
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
     given = [w for w in (fweights, aweights) if w is not None]
     if not given:
         centred = rows - rows.mean(1, keepdim=True)
-        return (centred @ centred.mT.conj() / max(rows.shape[1] - correction, 0)).squeeze()
+        return (centred @ centred.mT / max(rows.shape[1] - correction, 0)).squeeze()
     weights = given[0] if len(given) == 1 else given[0] * given[1]
     total = weights.sum()
     lost = correction if aweights is None else correction * (weights * aweights).sum() / total
     centred = rows - (rows * weights).sum(1, keepdim=True) / total
-    return (centred @ (centred * weights).mT.conj() / (total - lost).clamp(min=0)).squeeze()
+    return (centred @ (centred * weights).mT / (total - lost).clamp(min=0)).squeeze()
 
 
-def _corrcoef(x: torch.Tensor) -> torch.Tensor:
-    found = _cov(x)
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    found = _cov(input)
     if not found.dim():
         return found / found
     deviation = found.diagonal().sqrt()
@@ -113,6 +133,7 @@ def _ctc_loss(*_: Any, **__: Any) -> torch.Tensor:
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
@@ -122,11 +143,31 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def stand_in(func: Any, args: Any) -> Any:
+OF_FLOATS = (_cov, _corrcoef)
+
+# Dropouts by name → whether they train where nothing says so.
+IDLE = {"dropout": True, "dropout1d": True, "dropout2d": True, "dropout3d": True, "feature_dropout": True}
+IDLE |= {"alpha_dropout": False, "feature_alpha_dropout": False}
+
+
+def stand_in(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     """Return what is called in place of a call of torch: mostly the same."""
+    given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+    if _is_idle_dropout(getattr(func, "__name__", ""), given):
+        return lambda *_, **__: given["input"]
     found = STAND_INS.get(func)
-    real = found is not _cov and found is not _corrcoef
-    return func if found is None or not (real or args[0].is_floating_point()) else found
+    if found is None or (found in OF_FLOATS and not given["input"].is_floating_point()):
+        return func
+    return found
+
+
+def _is_idle_dropout(name: str, given: Mapping[str, Any]) -> bool:
+    """Return whether a call returns what it is given, itself: whoever writes into the result in place writes there."""
+    if name not in IDLE or "input" not in given:
+        return False
+    share = given.get("p", 0.5)
+    trains = given.get("training", given.get("train", IDLE[name]))
+    return (not trains and 0 <= share <= 1) or share == 0
 
 
 __all__ = ["cumulative_norms", "stand_in"]

@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +32,14 @@ from meshwright.capture.equal_layers import EqualLayers
 from meshwright.capture.export_errors import AS_IT_IS, explained, own_error_in, without_tensors
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
-from meshwright.capture.in_place import is_idle_dropout, name_casts
+from meshwright.capture.in_place import name_casts
 from meshwright.capture.meta_init_record import TORCH_ROOT, user_line
 from meshwright.capture.nest import Shape, count, shape_of
 from meshwright.capture.outside import OutsideCalls
-from meshwright.capture.past_autograd import PastAutograd, needs_detach, refuse_to_forget, without_gradients
+from meshwright.capture.past_autograd import PastAutograd, refuse_to_forget
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
 from meshwright.capture.stand_ins import cumulative_norms, stand_in
-from meshwright.capture.statistics import update_statistics
 from meshwright.capture.ties import ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
@@ -188,9 +187,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.looks:
             return func(*args, **(kwargs or {}))
-        return self.calls.aside(self._watched, func, args, kwargs)
+        return self.calls.aside(self._watched, func, args, kwargs or {})
 
-    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watched(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._look_up_the_stack()
         self._look_at(args)
         if func in GRADIENT_CALLS:
@@ -198,19 +197,12 @@ class _Watch(TorchFunctionMode):
         if func in DATA and type(args[0]) not in REAL:
             _refuse_data()
         refuse_to_forget(func, args, kwargs)
-        if is_idle_dropout(func, args, kwargs):
-            return args[0] if args else kwargs["input"]
-        written = self.past.before(func, args, kwargs)
-        if not torch.is_grad_enabled():
-            args, kwargs = without_gradients(func, args, kwargs)
-        with annotate({LINE: user_line(code=True)}):
-            out = stand_in(func, args)(*args, **(kwargs or {}))
-        if func is torch.nn.functional.instance_norm:
-            update_statistics(*args, **(kwargs or {}))
-        if not torch.is_grad_enabled() and needs_detach(func, args, kwargs):
-            out = self.past.apart(out, args)
-        self.past.after(written, args, out)
-        return out
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            with annotate({LINE: user_line(code=True)}):
+                return stand_in(func, args, kwargs)(*args, **kwargs)
+
+        return self.past.call(func, made, args, kwargs)
 
     def _look_at(self, args: Any) -> None:
         """Record real tensors: parameters and buffers of the model are fake during the trace."""

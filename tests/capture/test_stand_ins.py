@@ -24,6 +24,7 @@ def weights(x: torch.Tensor) -> torch.Tensor:
         lambda y: torch.cov(y.T),
         lambda y: y.T.cov(correction=0),
         lambda y: torch.cov(y[:, 0]),
+        lambda y: torch.cov(input=y.T),
         lambda y: torch.cov(y.T, aweights=weights(y)),
         lambda y: torch.cov(y.T, fweights=torch.arange(1, 7), aweights=weights(y)),
         lambda y: torch.cov(y.T, fweights=torch.arange(1, 7)),
