@@ -28,24 +28,25 @@ log = logging.getLogger("meshwright")
 
 def same_values(
     meeting: Meeting,
-    guards: Guards,
+    guarded: Callable[[], Guards],
     graph: Graph,
     again: Callable[[], Graph],
     source: int | None = 0,
     **options: Any,
-) -> bool:
-    """Raise RunError on all ranks where one has other Python values than rank 0, and another program for them, or other
-    `options` of a step. `again` captures the program here, which is done where values differ.
+) -> Guards:
+    """Return the guards of a program that all ranks share. `guarded` makes them of what is here; `again` captures the
+    program here, which is done where values differ.
 
-    Tensors that are none of the model's are taken from rank 0, with a warning; RunError unless that is the `source` of
-    the first weights. Collective. Returns whether it captured the program here: what a library noted on the way, such
-    as the kind of labels in a configuration of `transformers`, is no longer what the guards have.
+    Raises RunError on all ranks where one has other Python values than rank 0, and another program for them, or other
+    `options` of a step. Tensors that are none of the model's are taken from rank 0, with a warning; RunError unless
+    that is the `source` of the first weights. Collective.
     """
+    guards = guarded()
     if meeting.channel is None:
-        return False
+        return guards
     mine = _told(guards, options)
     if len(set(meeting.collect(_digest(sorted(mine.items()))))) == 1:
-        return False
+        return guards
     told: list[Told] = [json.loads(word) for word in meeting.collect(json.dumps(mine))]
     first = told[0]
     differ = [{n for n in {**first, **one} if first.get(n, [])[:2] != one.get(n, [])[:2]} for one in told]
@@ -69,7 +70,9 @@ def same_values(
             "%s differs between ranks, and is not a parameter or buffer of the model: all ranks use that of rank 0",
             ", ".join(strangers[:3]) + ", …" * (len(strangers) > 3),
         )
-    return bool(plain[meeting.rank])
+    # The capture has left in values what a library notes on the way, such as the kind of labels in a configuration of
+    # `transformers`.
+    return guarded() if plain[meeting.rank] else guards
 
 
 def _refused(odd: list[list[str]], told: list[Told], why: str, hint: str) -> RunError:

@@ -55,9 +55,14 @@ def agree_on_program(
 
     agreed = unpack(meeting.agree(compute))
     same_model(meeting, agreed, model)
-    guards = Guards.of(model, outputs, batch, modes=False)
-    if same_values(meeting, guards, agreed.graph, lambda: captured_here().captured.graph, source, **options):
-        guards = Guards.of(model, outputs, batch, modes=False)
+    guards = same_values(
+        meeting,
+        lambda: Guards.of(model, outputs, batch, modes=False),
+        agreed.graph,
+        lambda: captured_here().captured.graph,
+        source,
+        **options,
+    )
     return agreed, guards
 
 

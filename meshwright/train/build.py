@@ -264,10 +264,9 @@ def _built(request: StepRequest) -> TrainStep:
     agreed = unpack(meeting.agree(lambda: _planned(request, shared)))
     graph, chosen = agreed.graph, log_remarks(agreed.plan)
     same_model(meeting, agreed, model)
-    guards = Guards.of(model, request.loss, batch)
-    if same_values(
+    guards = same_values(
         meeting,
-        guards,
+        lambda: Guards.of(model, request.loss, batch),
         graph,
         lambda: _captured(request, shared).graph,
         request.source,
@@ -276,8 +275,7 @@ def _built(request: StepRequest) -> TrainStep:
         exact_random=request.exact_random,
         skip_nonfinite=request.skip_nonfinite,
         bucket_bytes=request.bucket_bytes,
-    ):
-        guards = Guards.of(model, request.loss, batch)
+    )
     initial = initial_of(request, meeting, agreed)
     captured = Captured(graph, agreed.constants, fold(graph), ())
     # As it came the plan may say many equal layers by two of them.

@@ -286,9 +286,12 @@ class Source:
 
         agreed = unpack(meeting.agree(compute))
         same_model(meeting, agreed, model)
-        guards = Guards.of(model, self.loss, batch)
-        if same_values(meeting, guards, agreed.graph, lambda: captured_here().graph):
-            guards = Guards.of(model, self.loss, batch)
+        guards = same_values(
+            meeting,
+            lambda: Guards.of(model, self.loss, batch),
+            agreed.graph,
+            lambda: captured_here().graph,
+        )
         captured = Captured(agreed.graph, agreed.constants, fold(agreed.graph), ())
         plan = with_model(agreed.plan.check(agreed.graph), captured)
         parts = lower(captured, plan)
