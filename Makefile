@@ -29,7 +29,7 @@ demo: $(READY)
 unexport PYTHONDONTWRITEBYTECODE
 define PASS
 	$(BIN)/python -m pytest -n $$(($(JOBS) + 3)) --dist worksteal -m "not slow and not gpu and $(1)" $(ARGS) || [ $$? -eq 5 ] \
-	    || $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none -m "not slow and not gpu and $(1)" $(ARGS)
+	    || $(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none $(ARGS)
 endef
 
 test: $(READY)

@@ -14,7 +14,6 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,13 +62,6 @@ def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
 def _seconds(item: pytest.Item) -> float:
     limit = item.get_closest_marker("timeout")
     return float(limit.args[0]) if limit else 0.0
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with tests of processes where no others are asked for: a third of the time."""
-    if config.getoption("markexpr").startswith("procs") and collection_path.suffix == ".py":
-        return True if "procs" not in collection_path.read_text() else None
-    return None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ class Net(torch.nn.Module):
 
 def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Doing(Net):
+    """A net that does something with its results, and multiplies them by what that returns, if it does."""
+
+    def __init__(self, what: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        found = self.what(self, out)
+        return out if found is None else out * found
 
 
 def batches(count: int = 4, rows: int = 8) -> list[dict[str, torch.Tensor]]:
@@ -98,4 +112,4 @@ def run(folder: Path, plan: str, body: str, *arguments: str, ranks: int = 2, **e
     return result.stdout
 
 
-__all__ = ["COMMON", "NAMES", "Net", "batches", "close", "loss", "options", "run"]
+__all__ = ["COMMON", "NAMES", "Doing", "Net", "batches", "close", "loss", "options", "run"]

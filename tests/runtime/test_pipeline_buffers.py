@@ -16,13 +16,13 @@ SCRIPT = """
 import copy, torch
 import meshwright as mw
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from tests.layers import Layers
 
-class Scaled(torch.nn.Module):
+class Scaled(Layers):
     '''Every layer reads a buffer, which the last one changes.'''
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x):

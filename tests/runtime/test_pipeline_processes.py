@@ -51,23 +51,10 @@ mw.shutdown()
 print("equal")
 """
 
-LAYERS = """
+FROZEN = """
 import copy, torch
 import meshwright as mw
-
-class Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-"""
-FROZEN = (
-    LAYERS
-    + """
+from tests.layers import Layers
 def freeze(model, frozen):
     for name, p in model.named_parameters():
         p.requires_grad_(not frozen or name < "layers.2")
@@ -108,11 +95,11 @@ assert worst < 1e-12, worst
 mw.shutdown()
 print("equal")
 """
-)
 
-CHOSEN = (
-    LAYERS
-    + """
+CHOSEN = """
+import copy, torch
+import meshwright as mw
+from tests.layers import Layers
 def sgd(named):
     chosen = [{"params": [p], "lr": 0.1 * n} for n, (name, p) in enumerate(named, 1) if name.startswith("layers.1")]
     return torch.optim.SGD(chosen)
@@ -139,7 +126,6 @@ state = step.full_state()
 assert all(torch.allclose(state[n], p) for n, p in twin.named_parameters())
 mw.shutdown()
 """
-)
 
 TRACED = """
 import copy, json, torch

@@ -13,16 +13,7 @@ pytestmark = pytest.mark.procs
 SCRIPT = """
 import torch
 import meshwright as mw
-
-class Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
+from tests.layers import Layers
 
 def grouped(parameters):
     named = list(parameters.named())
