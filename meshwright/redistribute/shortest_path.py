@@ -186,7 +186,28 @@ class _Problem:
         while runs := [r for r in self.target if place_of(after, r) == "replicated" and self._fits(after, r)]:
             after = push(after, runs[0], self.target[runs[0]])
             moved.append(runs[0])
+        if knot := self._knotted_to_slice(after):
+            stacks = zip(after[0], self.goal[0], strict=True)
+            all_at_once = tuple(goal if knot.intersection(goal) else old for old, goal in stacks), after[1]
+            if self._legal(all_at_once):
+                after = all_at_once
+                moved += [r for r in self.target if r in knot]
         return _Move("slice", tuple(moved), after) if moved else None
+
+    def _knotted_to_slice(self, state: State) -> set[Run]:
+        """Return the replicated runs that are to split, if they complete all they split: parts of a concatenation that
+        are split in opposite orders wait for each other one by one."""
+        runs = {
+            r
+            for r, to in self.target.items()
+            if kind_of(to) == "split" and place_of(state, r) == "replicated"
+        }
+        for old, goal in zip(state[0], self.goal[0], strict=True):
+            if runs.intersection(goal) and not (
+                old == goal[: len(old)] and runs.issuperset(goal[len(old) :])
+            ):
+                return set()
+        return runs
 
     def _masks_and_pads(self, state: State) -> Iterator[_Move]:
         wanted = [r for r, place in self.target.items() if place == "partial"]

@@ -209,6 +209,10 @@ def test_backward_is_the_transpose_of_forward(problem, seed):
     assert reshard(src, dst, mesh, 4, RING, needs_grad=False).backward == ()
 
 
+KNOTTED = parse_layout("[{4/b0.b1 | 4/b1.b0}]")  # neither axis can be the last of both parts
+
+
+@example((Mesh.of(b0=2, b1=2), parse_layout("[8/b1]"), KNOTTED), RING)
 @given(problems(), st.sampled_from([RING, GLOO_LIKE]))
 @settings(max_examples=200, deadline=None)
 def test_no_other_route_through_the_whole_is_cheaper(problem, prices):
