@@ -101,6 +101,7 @@ def test_stages_on_both_sides_of_a_slow_link_are_looked_at_though_others_look_qu
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a minute alone
 def test_a_larger_limit_never_gives_a_worse_plan() -> None:
     """Half of the memory once gave one stage at 1.26 s, four tenths two at 0.78 s: three pipelines did not fit after
     all, and the search was over. So it was where the device itself has no more memory."""

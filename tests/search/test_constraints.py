@@ -19,6 +19,7 @@ from meshwright.examples import zoo
 from meshwright.ops.analysis import factors_of
 from meshwright.ops.strategy import Strategy
 from meshwright.plan.plan import Plan
+from meshwright.search import deadline
 from meshwright.search.evaluate import Evaluator
 from meshwright.search.planner import Evaluation
 from meshwright.search.space.codes import values_of
@@ -157,6 +158,7 @@ def test_an_interrupt_while_the_best_is_judged_in_full_gives_the_best(
         return in_full(evaluator, choice, timed=timed)
 
     monkeypatch.setattr(Evaluator, "in_full", interrupted)
+    monkeypatch.setattr(deadline, "TO_END", 60.0)  # a busy machine would leave the search behind
     model, batch, loss = zoo.hugging_face("llama", layers=6, sequence=8, hidden=24, vocabulary=48)
     plan = mw.plan(model, batch, loss=loss, cluster=cluster("gloo", "2x2"), mesh=MESHES["2x2"], mode="auto")
     assert len(calls) == 1
