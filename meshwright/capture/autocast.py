@@ -23,7 +23,12 @@ def composed(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[..., Any] 
     if found is None:
         return None
     given = next((x for x in _flat((*args, *kwargs.values())) if isinstance(x, torch.Tensor)), None)
-    return found if given is not None and torch.is_autocast_enabled(given.device.type) else None
+    return found if given is not None and _casts(given.device.type) else None
+
+
+def _casts(kind: str) -> bool:
+    """Return whether tensors of a type of device are cast now; there is none of the meta device."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _flat(values: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright.capture import capture
 from meshwright.capture.autocast import composed
 from meshwright.errors import CaptureError
 from tests.capture.test_traps import Net, net, run
@@ -109,3 +110,9 @@ def test_a_layer_that_no_operator_computes_is_refused() -> None:
     model.gru = nn.GRU(8, 8)
     with pytest.raises(CaptureError, match=r"(?s)nn.GRU.*test_autocast.py.*enabled=False"):
         run(model, batch)
+
+
+def test_a_model_on_the_meta_device_is_captured() -> None:
+    model, batch = net(lambda model, x: torch.einsum("ij,kj->ik", x, model.a.weight))
+    c = capture(model.to("meta"), {"x": batch["x"].to("meta")}, lambda model, batch: model(batch["x"]).mean())
+    assert c.graph.nodes
