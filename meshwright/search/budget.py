@@ -159,7 +159,7 @@ class AutoBudget:
     # Candidates that are evaluated in full, about two seconds each for the largest models.
     evaluated_in_full: int = 4
     # Nodes of a model whose full program is simulated for the answer: about two seconds.
-    full_nodes: int = 6000
+    full_nodes: int = 8000
     # Of the bound of the step: beside a candidate that near to it no other is evaluated.
     close: float = 0.003
     # How far an evaluation of a few layers may be from one of all of them.

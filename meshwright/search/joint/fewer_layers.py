@@ -1,20 +1,23 @@
-"""Recompute in as many layers as memory asks for, and no more: the later ones keep what autograd keeps."""
+"""Recompute in as many layers as memory asks for, and no more: the later ones keep more for backward, or all of it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from meshwright.core.techniques import ranges
+from meshwright.core.techniques import RECOMPUTE, Techniques, ranges
 from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.memory_limit import fits_in_both, step_of
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.techniques.layers import layers_of
+from meshwright.search.techniques.recompute import again_of
 
 
 def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
-    """The choice with its policy of recompute in the first layers only, as few as fit; itself where that is all of
-    them. Layers early in forward are taken: what they keep is held the longest."""
+    """The choice with its policy of recompute in the first layers only, as few as fit, and a lighter policy or none in
+    the others; itself where that is all of them, or no quicker. Layers early in forward are taken: what they keep is
+    held the longest."""
     policy = best.techniques.recompute
     limit = planner.request.memory_bytes
     if "recompute" in best.techniques.given or not isinstance(policy, str) or not policy:
@@ -22,23 +25,51 @@ def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
     if limit is None or best.evaluation is None or planner.nodes > AUTO.full_nodes:
         return best
     names = list(dict.fromkeys(layer.name for layer in layers_of(planner.folds.full)))
-    if len(names) < 2:
+    least = planner.peak_bytes(best)
+    tried: list[tuple[float, float, str]] = []  # expected seconds, bytes under the lighter policy, its name
+    for lighter in lighter_policies(planner, policy) if len(names) > 1 else ():
+        found = planner.under(replace(best.techniques, recompute=lighter)).found(best.space, best.states, {})
+        most = math.inf if found.evaluation is None else planner.peak_bytes(found)
+        if least < limit < most < math.inf:  # else nothing stays, where its activations go to the host
+            spared = (limit - least) / (most - least) * (step_of(best) - step_of(found))
+            tried.append((step_of(best) - spared, most, lighter))
+    if not tried:
         return best
-    plain = planner.under(replace(best.techniques, recompute=""))
-    none = plain.found(best.space, best.states, {})
-    if none.evaluation is None or (more := planner.peak_bytes(none)) <= (least := planner.peak_bytes(best)):
+    expected, most, lighter = min(tried)
+    if step_of(best) - expected < TECHNIQUES.worth * step_of(best):
         return best
-    count = max(1, len(names) - int((limit - least) * len(names) / (more - least)))
-    quicker = (step_of(best) - step_of(none)) * (len(names) - count) / len(names)
-    if quicker < TECHNIQUES.worth * step_of(best):
-        return best  # nothing where its activations go to the host instead
-    for taken in range(count, min(count + TECHNIQUES.layer_tries, len(names))):
-        asked = replace(best.techniques, recompute=tuple((name, policy) for name in ranges(names[:taken])))
+    # Layers under the lighter policy save nothing; each of the others about as much as the last try says.
+    taken, held = 0, most
+    for _ in range(TECHNIQUES.layer_tries):
+        each = (most - held) / taken if taken else (most - least) / len(names)
+        taken += max(1, math.ceil((held - limit) / each)) if each > 0 else 1
+        if taken >= len(names):
+            return best
         try:
-            under = planner.under(asked)
+            under = planner.under(_mixed(best.techniques, names, taken, lighter))
             found = under.settled(under.found(best.space, best.states, {}))
         except PlanError:
             return best
         if fits_in_both(planner, found):
             return found if step_of(found) < step_of(best) else best
+        held = planner.peak_bytes(found)
     return best
+
+
+def lighter_policies(planner: Planner, policy: str) -> tuple[str, ...]:
+    """Return the policies that compute less again than one: none at all first."""
+    less, graph = RECOMPUTE[RECOMPUTE.index(policy) + 1 :], planner.context.graph
+    all_of_it = again_of(graph, policy) if less else frozenset[str]()
+    return ("", *(p for p in less if (again := again_of(graph, p)) and again != all_of_it))
+
+
+def _mixed(asked: Techniques, names: list[str], taken: int, lighter: str) -> Techniques:
+    """The policy of some techniques in the first layers, and a lighter one in the others."""
+    first, others = (
+        [(name, p) for name in ranges(part)]
+        for part, p in ((names[:taken], asked.recompute), (names[taken:], lighter))
+    )
+    return replace(asked, recompute=(*first, *(others if lighter else ())))
+
+
+__all__ = ["fewer_layers", "lighter_policies"]

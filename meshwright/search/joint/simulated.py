@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.search.budget import AUTO, TECHNIQUES
 from meshwright.search.joint.candidates import Candidate
 from meshwright.search.joint.dimensions import Dimension, Point, distinct
-from meshwright.search.joint.fewer_layers import fewer_layers
+from meshwright.search.joint.fewer_layers import fewer_layers, lighter_policies
 from meshwright.search.joint.front import Front
 from meshwright.search.joint.twins import Twins
 from meshwright.search.memory_limit import fits_in_both, offer, step_of, sure
@@ -123,11 +123,14 @@ def spared_seconds(made: Front, candidate: Candidate, techniques: Techniques) ->
         return 0.0
     if "recompute" in techniques.given or ACTIVATIONS in techniques.offload:
         return 0.0
-    least = made.peak_bytes(candidate, techniques)
-    most = made.peak_bytes(candidate, replace(techniques, recompute=""))
-    if not least < limit < most:
-        return 0.0
-    return (limit - least) / (most - least) * again
+    least, spared = made.peak_bytes(candidate, techniques), 0.0
+    for lighter in lighter_policies(made.planner, str(techniques.recompute)):
+        other = replace(techniques, recompute=lighter)
+        most = made.peak_bytes(candidate, other)
+        if least < limit < most:
+            fewer = again - made.again_seconds(candidate, other)
+            spared = max(spared, (limit - least) / (most - least) * fewer)
+    return spared
 
 
 def _least(made: Front, candidate: Candidate, techniques: Techniques) -> float:

@@ -305,11 +305,9 @@ class _World:
     def uneven_share(self, outer: Outer, micro_batches: int) -> float:
         """Return about how much longer the slowest rank of a pipeline computes than the mean of them.
 
-        The many stages of an interleaved rank even each other out. A zero-bubble V has no idle time in which a rank
-        could wait for the slower of its two.
+        The stages of an interleaved rank even each other out, but ranks have different numbers of layers. A zero-bubble
+        V has no idle time in which a rank could wait for the slower of its two.
         """
-        if outer.schedule.name == "interleaved":
-            return 1.0
         parts = outer.stages if outer.schedule.name == "zero_bubble_v" else outer.ranks
         return self._uneven.share(parts, self.request.cluster.ranks // outer.ranks * micro_batches)
 

@@ -18,12 +18,12 @@ PLANNER: Any = object()
 
 
 def front_of(limit: float | None, peaks: dict[str, float]) -> Any:
-    """A front of one choice, whose recompute takes a second. `peaks`: policy → bytes."""
+    """A front of one choice, whose recompute takes a second, and a tenth what is cheap. `peaks`: policy → bytes."""
     request = SimpleNamespace(memory_bytes=limit, stop=Stop())
     return SimpleNamespace(
         planner=SimpleNamespace(request=request, nodes=100),
         peak_bytes=lambda candidate, asked: peaks[asked.recompute],
-        again_seconds=lambda candidate, asked: 1.0,
+        again_seconds=lambda candidate, asked: {"": 0.0, "selective": 0.1, "full": 1.0}[asked.recompute],
         partly=[],
     )
 
@@ -41,10 +41,22 @@ def front_of(limit: float | None, peaks: dict[str, float]) -> Any:
     ],
 )
 def test_recompute_is_expected_in_no_more_layers_than_must_be(
-    limit: float | None, asked: dict[str, Any], spared: float
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, asked: dict[str, Any], spared: float
 ) -> None:
+    monkeypatch.setattr(simulated, "lighter_policies", lambda planner, policy: ("",))
     made = front_of(limit, {"": 100.0, "full": 20.0})
     assert spared_seconds(made, CHOICE, Techniques(**asked)) == pytest.approx(spared)
+
+
+@pytest.mark.parametrize(
+    ("cheap", "spared"), [(99.0, 0.75), (90.0, 0.9 * 60 / 70), (84.0, 0.9 * 60 / 64), (44.0, 0.75)]
+)
+def test_others_keep_all_or_compute_again_what_is_cheap(
+    monkeypatch: pytest.MonkeyPatch, cheap: float, spared: float
+) -> None:
+    monkeypatch.setattr(simulated, "lighter_policies", lambda planner, policy: ("", "selective"))
+    made = front_of(80.0, {"": 100.0, "selective": cheap, "full": 20.0})
+    assert spared_seconds(made, CHOICE, Techniques(recompute="full")) == pytest.approx(spared)
 
 
 @pytest.mark.parametrize(
