@@ -57,6 +57,7 @@ KEEPS: dict[str, Keeps] = {
     **_each("linear mm bmm mv dot vdot outer einsum inner tensordot linalg_vecdot linalg_cross", "0/1 1/0"),
     "aten.matmul.default": lambda node, types, wanted: _matmul(node, types, wanted),
     "aten.bilinear.default": "0/1,2 1/0,2 2/0,1",
+    "aten.stft.default": lambda node, types, wanted: _stft(node, types, wanted),
     "aten.cdist.default": "0 1 o0",
     **_each("lstm.input gru.input rnn_tanh.input rnn_relu.input",
             lambda node, types, wanted: _recurrent(node, types, wanted)),
@@ -214,6 +215,16 @@ def saved(node: Node, types: Types, needs_grad: Sequence[bool], device: str = ""
         tuple(number for number in outputs if number < len(node.outputs)),
         extra_bytes,
     )
+
+
+def _stft(node: Node, types: Types, wanted: Sequence[bool]) -> Saved:
+    """The windowed frames, or the signal itself, of which frames without a window are views."""
+    if len(node.uses) == 1:
+        return Saved((0,))
+    before = first(node, types).shape[:-1]
+    frames = node.outputs[0].shape[len(before) + 1]
+    extra = math.prod(before) * frames * int(node.args[1]) * itemsize(node, types)
+    return Saved(tuple(port for port in (0, 1) if wanted[1 - port]), (), extra)
 
 
 @cached_on_first

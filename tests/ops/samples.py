@@ -365,6 +365,9 @@ for op in ("fft_fftn", "fft_ifftn"):
 for op in ("fft_fftshift", "fft_ifftshift"):
     add(f"aten.{op}.default", T(f, 4, 6, 5), [1])
     add(f"aten.{op}.default", T(f, 4, 6, 5))
+add("aten.stft.default", T(f, 4, 16), 8, 4, 8, T(f, 8), False, True, True)
+add("aten.stft.default", T(f, 16), 8, 4, 8, None, False, True, True)
+add("aten.stft.default", T(f, 4, 16), 8, 4, 8, T(f, 8), False, True, False)
 for op in ("var", "std"):
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [1], True, True)
     add(f"aten.{op}.dim", T(f, 4, 6, 5), [0, 2], False)

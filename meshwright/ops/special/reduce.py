@@ -6,7 +6,16 @@ import math
 
 from meshwright.core.graph import Node
 from meshwright.ops.rule import Rule
-from meshwright.ops.special.build import Special, Types, dims_of, letters, line, shapes_in, text_of
+from meshwright.ops.special.build import (
+    Special,
+    Types,
+    dims_of,
+    letters,
+    line,
+    shapes_in,
+    shapes_out,
+    text_of,
+)
 
 
 def _reduced(node: Node, types: Types, dims: tuple[int, ...], keep: bool, mark: str, arrow: str) -> Rule:
@@ -130,6 +139,14 @@ def fft(default: int | tuple[int, ...] | None, lengths: bool = True) -> Special:
     return rule
 
 
+def stft(node: Node, types: Types) -> Rule:
+    """Spectra of windows along the last dim: what comes before it stays. Real results have a dim of pairs."""
+    (*before, _), *window = shapes_in(node, types)
+    kept = text_of(letters(len(before)))
+    pair = " z!" * (len(shapes_out(node)[0]) - len(before) - 2)
+    return line(node, types, f"{kept} t!{', w!' * len(window)} -> {kept} f! k!{pair}")
+
+
 def _named(names: str, special: Special) -> dict[str, Special]:
     return {f"aten.{name}": special for name in names.split()}
 
@@ -166,4 +183,5 @@ REDUCE: dict[str, Special] = {
        for one in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
        for n, default in (("", -1), ("2", (-2, -1)), ("n", None))},
     **_named("fft_fftshift.default fft_ifftshift.default", fft(None, lengths=False)),
+    "aten.stft.default": stft,
 }  # fmt: skip
