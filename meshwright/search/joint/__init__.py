@@ -28,7 +28,7 @@ from meshwright.search.joint.dimensions import (
     points,
 )
 from meshwright.search.joint.explain import technique_lines, unopened_lines
-from meshwright.search.joint.fewer_layers import fewer_layers
+from meshwright.search.joint.fewer_layers import fewer_layers, in_the_same_layers
 from meshwright.search.joint.front import Front
 from meshwright.search.joint.infeasible import too_large
 from meshwright.search.joint.least import hopeless, is_hopeless, last_resort
@@ -227,7 +227,7 @@ def _best(
         if other is None or stop.now():
             break
         best = other
-        few = fewer_layers(planner, best)
+        few = in_the_same_layers(planner, best, chosen) or fewer_layers(planner, best)
         if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick
             chosen = few
         offer(planner, chosen)

@@ -38,22 +38,51 @@ def fewer_layers(planner: Planner, best: SearchResult) -> SearchResult:
     expected, most, lighter = min(tried)
     if step_of(best) - expected < TECHNIQUES.worth * step_of(best):
         return best
-    # Layers under the lighter policy save nothing; each of the others about as much as the last try says.
-    taken, held = 0, most
+    return _as_few(planner, best, names, lighter, most)
+
+
+def _as_few(
+    planner: Planner, best: SearchResult, names: list[str], lighter: str, most: float
+) -> SearchResult:
+    """The choice with its policy in as few of the first layers as fit, and a lighter one, which takes `most` bytes for
+    all layers, in the others. A few numbers of layers are tried, each where the last ones let expect the limit."""
+    limit, every = planner.request.memory_bytes or math.inf, len(names)
+    over, fitting = (0, most), (every, planner.peak_bytes(best))  # layers under the policy, and bytes
+    taken, made = math.ceil((most - limit) * every / (most - fitting[1])), best
     for _ in range(TECHNIQUES.layer_tries):
-        each = (most - held) / taken if taken else (most - least) / len(names)
-        taken += max(1, math.ceil((held - limit) / each)) if each > 0 else 1
-        if taken >= len(names):
-            return best
+        if not over[0] < taken < fitting[0]:
+            break
         try:
             under = planner.under(_mixed(best.techniques, names, taken, lighter))
             found = under.settled(under.found(best.space, best.states, {}))
         except PlanError:
-            return best
-        if fits_in_both(planner, found):
-            return found if step_of(found) < step_of(best) else best
+            break
         held = planner.peak_bytes(found)
-    return best
+        if fits_in_both(planner, found):
+            if step_of(found) >= (1 - TECHNIQUES.worth) * step_of(made):
+                return found if step_of(found) < step_of(made) else made
+            # What lives for a moment under the lighter policy came with the first layer of it: others add less.
+            each = (held - planner.peak_bytes(best)) / (every - taken)
+            fitting, made = (taken, held), found
+            taken -= int((limit - held) / each) if each > 0 else taken
+        else:
+            each, over = (most - held) / taken, (taken, held)
+            taken += max(1, math.ceil((held - limit) / each)) if each > 0 else 1
+    return made
+
+
+def in_the_same_layers(planner: Planner, best: SearchResult, chosen: SearchResult) -> SearchResult | None:
+    """The best with the policies by layers of what was chosen, where that fits and is about as quick."""
+    policies = chosen.techniques.recompute
+    if not isinstance(policies, tuple) or not isinstance(best.techniques.recompute, str):
+        return None
+    try:
+        under = planner.under(replace(best.techniques, recompute=policies))
+        found = under.settled(under.found(best.space, best.states, {}))
+    except PlanError:
+        return None
+    quick = step_of(found) <= (1 + TECHNIQUES.as_quick) * step_of(chosen)
+    return found if quick and fits_in_both(planner, found) else None
 
 
 def lighter_policies(planner: Planner, policy: str) -> tuple[str, ...]:
@@ -72,4 +101,4 @@ def _mixed(asked: Techniques, names: list[str], taken: int, lighter: str) -> Tec
     return replace(asked, recompute=(*first, *(others if lighter else ())))
 
 
-__all__ = ["fewer_layers", "lighter_policies"]
+__all__ = ["fewer_layers", "in_the_same_layers", "lighter_policies"]

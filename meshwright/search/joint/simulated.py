@@ -48,15 +48,17 @@ def quickest(
         step = math.inf if best is None else step_of(best)
         if least >= (1 - TECHNIQUES.worth) * step:
             continue
-        now = least + made.least_late(point.techniques)  # what was learned of the techniques since
-        if now > expected:
-            heapq.heappush(queue, (now, place))
-            continue
         candidate = made.candidates[number]
         if any(n == number and point.beyond(p) for n, p in fitting):
             continue
-        spared = spared_seconds(made, candidate, point.techniques)
-        if made.likely_seconds(candidate, point.techniques) - spared >= (1 - TECHNIQUES.worth) * step:
+        now = least + made.least_late(point.techniques)  # what was learned of the techniques since
+        if now <= expected:
+            spared = spared_seconds(made, candidate, point.techniques)
+            now = made.likely_seconds(candidate, point.techniques) - spared
+            if now >= (1 - TECHNIQUES.worth) * step:
+                continue
+        if now > expected:
+            heapq.heappush(queue, (now, place))
             continue
         if not made.may_fit(candidate, point.techniques):
             continue
