@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.core.graph import MOVES, Graph, Input, Node, verify
@@ -53,6 +53,26 @@ def counts_first(inputs: Iterable[Input], nodes: Sequence[Node]) -> tuple[Node, 
     front = [n for n in early if needed.intersection(n.values)]
     moved = {n.name for n in front}
     return (*front, *(n for n in nodes if n.name not in moved))
+
+
+def counted(
+    resharded: Resharded, factors: Factors, plan: Plan, node: Node, early: Collection[str]
+) -> set[str]:
+    """Return which of some `early` values a node of the model reads for a sum that needs nothing else, such as labels
+    and weights of classes for the weight of all examples."""
+    helpers = localize(
+        replace(factors.sites[node.name], node=node),
+        resharded.ports[node.name],
+        plan.mesh,
+        plan.mesh.coordinate(0),
+    )
+    made, used = set(early), set[str]()
+    for helper in helpers:
+        if made.issuperset(helper.uses) and not any(helper.needs_grad):
+            made.update(helper.values)
+            used.update(helper.uses)
+    sums = any(h.op == SUM_OF_COUNTS and made.issuperset(h.uses) for h in helpers)
+    return used.intersection(early) if sums else set()
 
 
 def late_values(graph: Graph) -> frozenset[str]:

@@ -6,13 +6,16 @@ Where in a pipeline the inputs of a program are: parameters, buffers, constants 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 
+from meshwright.core.graph import MOVES
 from meshwright.core.other_systems import called_here
 from meshwright.core.rank_numbers import PipelineRank
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.partition import Partition
+from meshwright.partition.localize import counted
 from meshwright.partition.time_axis import early_values
 from meshwright.pipeline.actions import FORWARD, MESSAGES, Schedule, is_own, parse
 from meshwright.pipeline.meshes import meshes_of
@@ -114,10 +117,15 @@ def holders(parts: Partition, schedule: Schedule) -> dict[str, tuple[PipelineRan
         for name in stage.reads:
             found[name].add(schedule.ranks[number])
     early = early_values(graph, graph.nodes)
+    fixed = {i.name for i in graph.inputs if i.role != "batch" and i.name in early}
     for node in graph.nodes:
+        used: Collection[str] = ()
         if early.issuperset(node.values):
-            for use in found.keys() & node.uses:
-                found[use].update(schedule.ranks)
+            used = node.uses
+        elif node.op not in MOVES and not fixed.isdisjoint(node.uses):
+            used = counted(parts.resharded, parts.factors, parts.plan, node, early)
+        for use in found.keys() & used:
+            found[use].update(schedule.ranks)
     return {name: tuple(sorted(places)) or (PipelineRank(0),) for name, places in found.items()}
 
 

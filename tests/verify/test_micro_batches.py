@@ -189,6 +189,15 @@ def test_sums_over_the_batch_are_exact(kind: str, mesh: int, count: int) -> None
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
+@pytest.mark.parametrize("kind", EXACT)
+@quick(lambda kind: kind == "class weights")
+def test_sums_over_the_batch_are_exact_in_a_pipeline(kind: str) -> None:
+    """Every stage knows what the sums are made from, whichever stage the loss is in."""
+    model, batch, loss = head(kind)
+    plan = mw.plan(model, batch, loss=loss, mesh={"dp": 2}, pipeline=2, micro_batches=2)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
 @pytest.mark.parametrize("mode", ("auto", "sharding_propagation", "dynamic_programming"))
 @pytest.mark.parametrize("kind", EXACT)
 @quick(lambda kind, mode: kind == "a mean by hand" and mode == "dynamic_programming")
