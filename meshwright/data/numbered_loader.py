@@ -150,7 +150,7 @@ class NumberedLoader(ShardedLoader):
 
     def _begin(self) -> None:
         """Draw the order of this epoch, equal on all ranks."""
-        drawn, sizes = self.order.draw()
+        drawn, sizes = self.order.draw(self.epoch)
         self._agree({f"the order of samples of epoch {self.epoch}": self.order.mark(drawn)})
         if not 0 <= self._taken <= len(drawn):
             raise RunError(

@@ -29,10 +29,16 @@ class Order:
     """Draws the order of one epoch after the other. `generators` are all that its randomness comes from, if it has
     any; where a sampler draws otherwise, `hidden` says so."""
 
-    def __init__(self, sampler: Iterable[Any], base: torch.Generator | None, batches: bool = False) -> None:
-        """`base`: what a plain loader draws the seed of its workers from at the start of each epoch. `batches`: the
-        sampler gives lists of samples, one for each batch."""
-        self.sampler, self.base, self.batches = sampler, base, batches
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        base: torch.Generator | None,
+        batches: bool = False,
+        persistent: bool = False,
+    ) -> None:
+        """`base`: what a plain loader draws the seed of its workers from when it starts them: in each epoch, or in the
+        first if they are `persistent`. `batches`: the sampler gives lists of samples, one for each batch."""
+        self.sampler, self.base, self.batches, self.persistent = sampler, base, batches, persistent
         own = getattr(sampler, "generator", None)
         found = [g for g in (base, own) if isinstance(g, torch.Generator)]
         self.generators: Sequence[torch.Generator] = list({id(g): g for g in found}.values())
@@ -42,10 +48,13 @@ class Order:
     def _states(self) -> list[torch.Tensor]:
         return [g.get_state() for g in self.generators]
 
-    def draw(self) -> tuple[torch.Tensor, Sizes]:
-        """The samples of the next epoch, and the sizes of its batches where the sampler says them."""
+    def draw(self, epoch: int) -> tuple[torch.Tensor, Sizes]:
+        """The samples of the next epoch, which has this number, and the sizes of its batches where the sampler says
+        them."""
         self._before = self._states()
-        if self.base is not None:  # as a plain loader does, so that the sampler's draws are its draws
+        if self.base is not None and not (
+            self.persistent and epoch
+        ):  # as a plain loader does, so that the sampler's draws are its draws
             torch.empty((), dtype=torch.int64).random_(generator=self.base)
         drawn = list(self.sampler)
         sizes = [len(b) for b in drawn] if self.batches else []
@@ -108,7 +117,7 @@ def order_of_loader(loader: DataLoader[Any], seed: int) -> Order:
         return Order(sampler, None)
     if plain and getattr(sampler, "generator", sampler) is None:
         sampler = _drawing_from(sampler, loader.generator or torch.Generator().manual_seed(seed))
-    return Order(sampler, loader.generator, batches=not plain)
+    return Order(sampler, loader.generator, not plain, loader.persistent_workers)
 
 
 def order_of_dataset(dataset: Any, shuffle: bool, seed: int) -> Order:

@@ -47,6 +47,29 @@ def test_epochs_equal_those_of_one_device(mesh, mode, pins, asked) -> None:
         assert [near(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize("resumes", (False, True))
+def test_persistent_workers_shuffle_as_on_one_device(resumes: bool) -> None:
+    """They are started once: a plain loader draws their seed in the first epoch alone."""
+    model, example, loss = t.classifier(8)
+    parts = t.parts_for(model, example, loss, {"dp": 2})
+
+    def plain():
+        generator = torch.Generator().manual_seed(3)
+        how = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(t.Points(24), batch_size=8, shuffle=True, generator=generator, **how)
+
+    def body(step):
+        mine, resumed = (mw.shard_loader(plain(), step) for _ in range(2))
+        losses = [t.losses_of(mine, step)]
+        if resumes:
+            resumed.load_state_dict(mine.state_dict())
+        return [*losses, t.losses_of(resumed if resumes else mine, step)]
+
+    expected = t.on_one_device(model, loss, plain(), 2)
+    for found in t.on_ranks(parts, model, example, loss, body):
+        assert [near(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
 @pytest.mark.parametrize("mesh", ({"dp": 1}, {"dp": 2}))
 def test_stages_read_the_inputs_that_they_use(mesh) -> None:
     """The first stage reads the points, the last the labels; both count the labels first."""
