@@ -37,7 +37,7 @@ from meshwright.servers.dealt import check_samples, dealt
 from meshwright.servers.lookups import Lookups
 from meshwright.servers.marks import Factory, check_all_reduced, marked, tables
 from meshwright.servers.moving import begin_to_use
-from meshwright.servers.norms import limit_of, unknown_norm
+from meshwright.servers.norms import limit_of, other_norm, shown_limit, unknown_norm
 from meshwright.servers.of_job import ALL_REDUCED, SHARES
 from meshwright.servers.places import JOINS
 from meshwright.servers.rejoin import starts_together, take_part
@@ -174,6 +174,15 @@ class ServerStep:
         if self.worker.norm is None:
             raise unknown_norm(self.worker.declare.limit)
         return torch.tensor(self.worker.norm)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The 2-norm to which gradients are clipped. It cannot be changed: raises ServerError."""
+        return shown_limit(self.worker.declare.limit)
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float | None) -> None:
+        raise other_norm(norm)
 
     @property
     def steps(self) -> int:

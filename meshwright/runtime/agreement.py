@@ -28,6 +28,7 @@ EVERY = 32
 WHOLE, SOME = 1 << 14, 1 << 12  # a tensor of more elements than the first is known by as many as the second
 OPTIONS = "options of the optimizer"
 UPDATE = "update=False"
+CLIP = "step.clip_norm"
 Word = Mapping[str, str]
 Which = frozenset[tuple[int, str]]  # (group, name) of some options
 
@@ -53,9 +54,11 @@ class RankComparison:
         batch: Given,
         groups: Sequence[Mapping[str, object]] | None = None,
         update: bool = True,
+        clip_norm: float | None = None,
     ) -> None:
         """Before a step, when so many are over: start the comparison if it is time for one. `groups`: those of the
-        optimizer, of which `options` are compared. `update`: whether the step ends with one."""
+        optimizer, of which `options` are compared. `update`: whether the step ends with one, of gradients that are
+        clipped to `clip_norm`."""
         if not self.on:
             return
         due = self._begun is None and (is_due(steps + 1) or steps < self.often)
@@ -63,6 +66,7 @@ class RankComparison:
         if due or not isinstance(batch, LocalBatch):
             word |= describe_batch(batch, elsewhere=steps == 0)
         word |= {} if update else {UPDATE: "no"}
+        word |= {} if clip_norm is None else {CLIP: repr(clip_norm)}
         if groups is not None and self.options != frozenset():
             word[OPTIONS] = self._text_of(groups)
         self._open.append((steps + 1, word))
@@ -195,6 +199,12 @@ def difference(step: int, told: Sequence[Word], late: str = "") -> MeshwrightErr
                 f"some ranks update in step {step}, others accumulate gradients",
                 why=shown,
                 hint="all ranks call step(batch, update=False), or use step.no_sync(), alike",
+            )
+        if what == CLIP:
+            return RunError(
+                f"{CLIP} differs between ranks in step {step}",
+                why=shown,
+                hint="all ranks set the same, by what is equal on them: the number of the step, the loss, the norm",
             )
         if what == "position":
             return BatchError(

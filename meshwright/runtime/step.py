@@ -301,7 +301,7 @@ class LocalStep:
     def _run_all(self, actions: Sequence[Action], batch: Given, wanted: Sequence[str], update: bool) -> Made:
         self.batches.check(batch)
         groups = self.optimizer.param_groups if self.optimizer is not None else None
-        self.comparison.begin(self.rank.step, batch, groups, update)
+        self.comparison.begin(self.rank.step, batch, groups, update, self.before.clip_norm)
         self.first.samples += batch.samples if isinstance(batch, LocalBatch) else self.batches.rows
         self.made.begin()
         if self.rank.mesh is not self.parts.plan.mesh:  # another program of this rank ran last

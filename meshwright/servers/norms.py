@@ -45,6 +45,20 @@ def unknown_norm(limit: m.Limit | None) -> ServerError:
     return ServerError("the norm of the gradients is not known", why=why, hint=hint)
 
 
+def shown_limit(limit: m.Limit | None) -> float | None:
+    """The ``clip_norm=`` of a step."""
+    return None if limit is None else math.inf if limit.norm >= MOST else limit.norm
+
+
+def other_norm(clip_norm: object) -> ServerError:
+    """The error of a step whose limit is assigned to."""
+    return ServerError(
+        f"step.clip_norm = {clip_norm!r} of a step with parameters on servers",
+        why="servers clip, too, by the limit that the job was started with",
+        hint="clip_norm= when the step is built; to change it, step.save(path) and a new job that resumes there",
+    )
+
+
 def factor(norm: float, limit: m.Limit | None) -> float:
     """By which gradients of this norm are multiplied."""
     if limit is None or limit.norm >= MOST:

@@ -15,7 +15,8 @@ from meshwright.capture.hooks import ShardHooks
 from meshwright.capture.nest import filled
 from meshwright.capture.pytree import leaves
 from meshwright.checkpoint.load import Loaded
-from meshwright.checks.input_checks import check_switches
+from meshwright.checks.assigned import check_assigned
+from meshwright.checks.input_checks import check_numbers, check_switches
 from meshwright.compile import check_size
 from meshwright.core.mesh import Mesh
 from meshwright.core.other_systems import OF_A_STEP
@@ -174,6 +175,11 @@ class TrainStep(StepState):
         vars(loss).update(AFTER_BACKWARD)
         return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises RunError for an argument that was read when the step was built."""
+        check_assigned(name)
+        super().__setattr__(name, value)
+
     if not TYPE_CHECKING:  # a type checker shall go on to see what is not there
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -200,6 +206,16 @@ class TrainStep(StepState):
             yield
         finally:
             self._updates = before
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The global 2-norm to which the next updates clip their gradients. All ranks may set it to another one."""
+        return self.local.before.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float | None) -> None:
+        check_numbers(norm, 0)
+        self.local.before.clip_norm = norm
 
     @property
     def grad_norm(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.core.techniques import Options
 from meshwright.errors import BatchError, RunError, ServerError
 from meshwright.servers.places import JOINS
 from tests.bad_input.wrong import built, fresh
@@ -79,3 +81,22 @@ def test_a_batch_unlike_the_example_is_refused(change: Callable[[Any], Any], wha
         step(change(batch))
     assert caught.value.why and caught.value.hint
     assert all(torch.equal(before[n], p) for n, p in step.parameters.items())
+
+
+@pytest.mark.parametrize("name", ["lr", *signature(mw.train_step).parameters, *Options.__annotations__])
+def test_an_argument_is_assigned_to_a_step(name: str) -> None:
+    """It would be an attribute that nothing reads; what has an effect is not refused."""
+    model, batch, loss = built()
+    step = mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+    if name == "clip_norm":
+        step.clip_norm = 1.0
+        step(batch)
+        assert step.grad_norm > 0
+        with pytest.raises(RunError, match="clip_norm=-1"):
+            step.clip_norm = -1
+        return
+    if name in ("mesh", "plan", "optimizer", "techniques"):  # attributes of a step, and no argument's name
+        return
+    with pytest.raises(RunError, match=rf"step\.{name} = … changes nothing") as caught:
+        setattr(step, name, 3)
+    assert caught.value.hint and "{0}" not in caught.value.hint

@@ -20,12 +20,13 @@ twin = copy.deepcopy(model)
 optimizer = adamw(twin.parameters())
 step = mw.train_step(model, adamw, batches()[0], loss=loss, clip_norm=0.1, **PLAN)
 first, second, third, last = batches(4)
-for group in ([first], [second, third, last], [second, first]):
+for group, limit in (([first], 0.1), ([second, third, last], 0.02), ([second, first], math.inf)):
+    step.clip_norm = limit
     optimizer.zero_grad()
     for batch in group:
         expected = loss(twin, batch)
         expected.backward()
-    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), limit)
     optimizer.step()
     *before, end = group
     for batch in before[1:]:
@@ -51,6 +52,7 @@ assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
 assert step.steps == 3
 
 before = {n: x.clone() for n, x in step.full_state().items()}
+step.clip_norm = 0.1
 step(first, update=False)
 step.optimizer.zero_grad()
 assert all(close(x, before[n]) for n, x in step.full_state().items())

@@ -112,6 +112,21 @@ def test_a_rank_with_a_learning_rate_of_its_own(how: dict[str, Any]) -> None:
         assert "  why:   lr=0.1 on ranks 0, 2, 3; lr=0.3 on rank 1\n" in said
 
 
+@pytest.mark.parametrize("how", SHARDINGS, ids=str)
+def test_a_rank_that_clips_to_another_norm(how: dict[str, Any]) -> None:
+    _, example, _ = t.classifier(8)
+
+    def body(step: Any) -> None:
+        step.before.clip_norm = 1.0
+        step(example)
+        step.before.clip_norm = 0.5 if step.world.rank == 1 else 0.1
+        step(example)
+
+    for said in told(body, RunError, **how):
+        assert said.startswith("step.clip_norm differs between ranks in step 2\n")
+        assert "  why:   0.1 on ranks 0, 2, 3; 0.5 on rank 1\n" in said
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_difference_of_one_step_is_seen_in_the_next_comparison_or_before_a_save(saved: bool) -> None:
     _, example, _ = t.classifier(8)

@@ -290,6 +290,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mw.parameter_server(some(Net()), sgd, loss=loss, clip_norm=1.0, staleness=None),
         r"(?s)clip_norm=1\.0 with staleness=None, and parameters on no server.*try:   staleness=0",
     ),
+    "another limit": (
+        lambda: setattr(mw.parameter_server(Net(), sgd, loss=loss, clip_norm=1.0), "clip_norm", 0.5),
+        r"(?s)step\.clip_norm = 0\.5 of a step.*started with",
+    ),
     "in a step that does not clip": (
         lambda: mw.parameter_server(Net(), sgd, loss=loss).grad_norm,
         r"(?s)the norm of the gradients is not known.*clip_norm= was not given",
