@@ -6,7 +6,7 @@ import contextvars
 import enum
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 FIXED = (torch.dtype, torch.device, torch.layout, enum.Enum, slice, range)
 MANY = 1000  # elements of a container, above which its length alone is compared
+RETURNED = {"get_last_lr": "_last_lr"}  # a method of a scheduler of learning rates, and what it returns
 SMALL_BYTES = 4096  # of an array whose content is compared
 
 
@@ -99,6 +100,26 @@ def is_plain(value: Any, depth: int = 4) -> bool:
     if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
         return False
     return all(is_plain(v, depth - 1) for v in vars(value).values())
+
+
+def read_of_library(value: Any, known: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield what code with some `known` names reads of a library's object that has more than plain values: how it is
+    called there, and the mapping and the key under which it is. An object may say so itself in ``__guarded__``.
+    """
+    held = vars(value)
+    for name, x in held.items():
+        if name in known and isinstance(x, SCALARS):
+            yield name, held, name
+    for method, name in RETURNED.items():
+        if method in known and name in held:
+            yield f"{method}()", held, name
+    for name, inside, key in getattr(type(value), "__guarded__", _nothing)(value):
+        if name in known:
+            yield name, inside, key
+
+
+def _nothing(_: Any) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    return iter(())
 
 
 def differs(was: dict[str, Item], now: dict[str, Item], library: bool = True) -> str:

@@ -40,6 +40,7 @@ from meshwright.capture.value_records import (
     fixed,
     is_filled,
     is_plain,
+    read_of_library,
     shown,
     version,
 )
@@ -171,6 +172,9 @@ class _Finder:
         if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module):
             return
         if library and not is_plain(value):
+            for name, held, key in read_of_library(value, self.known):
+                self.visit(_of(label, name), held[key], True)
+                self._owner(held, [key])
             return
         if not library:
             self.kind(type(value))

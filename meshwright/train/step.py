@@ -175,6 +175,14 @@ class TrainStep(StepState):
         vars(loss).update(AFTER_BACKWARD)
         return loss if local.shape is None else (loss, filled(local.shape, local.beside_loss(gather)))
 
+    def __guarded__(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """What a loss function may read of its step, and where it is: each change of it makes another program."""
+        local = self.local
+        yield "steps", vars(local.rank), "step"
+        yield "skipped", vars(local.before), "skipped"
+        yield "grad_norm", vars(local.before), "norm"
+        yield "optimizer", vars(local), "optimizer"
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises RunError for an argument that was read when the step was built."""
         check_assigned(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import functools
 import itertools
 import math
@@ -323,6 +324,41 @@ def test_slots_queues_modules_contexts_and_optimizers(monkeypatch: pytest.Monkey
         assert found.changed(BATCH) == ""
         change()
         assert name in found.changed(BATCH)
+
+
+def test_what_a_loss_asks_its_scheduler_and_its_step() -> None:
+    """They hold more than plain values, and are no code of the user's."""
+    told: dict[str, Any] = {}
+
+    def weighted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        factor = told["scheduler"].last_epoch + told["scheduler"].get_last_lr()[0]
+        if "step" in told:
+            factor += told["step"].steps + told["step"].optimizer.param_groups[0]["lr"]
+        return loss(model, batch) * factor
+
+    told["scheduler"] = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    found = guards(of=weighted)
+    told["scheduler"].base_lrs = [3.0]  # which the loss does not read
+    assert found.changed() == ""
+    told["scheduler"].last_epoch = 1
+    assert found.changed().endswith(".last_epoch: 0 → 1")
+    found = guards(of=weighted)
+    told["scheduler"]._last_lr = [2.0]  # a new list, as each step makes one
+    assert ".get_last_lr()[0]: 0.3" in found.changed() and "→ 2.0" in found.changed()
+
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), BATCH, loss=weighted, mesh=1)
+    told["step"] = step
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for number in range(4):
+        step.optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        optimizer.zero_grad()
+        expected = weighted(twin, BATCH)
+        expected.backward()
+        optimizer.step()
+        assert torch.allclose(step(BATCH), expected.detach()), number
+    mw.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["generator", "count", "list", "loader"])
