@@ -28,6 +28,11 @@ from meshwright.runtime.reshard import Mover
 from meshwright.runtime.step import LocalStep
 from meshwright.user_module.hollow import Hollow
 
+ALIKE = (
+    "make the same changes on all ranks, within step.full() without rank=; model.eval() keeps a forward pass from "
+    "changing buffers"
+)
+
 
 def gathered(local: LocalStep) -> Iterator[tuple[Input, torch.Tensor]]:
     """Every parameter and buffer in full, one after the other; some are the step's own tensors. Collective."""
@@ -76,7 +81,7 @@ def full_model(
                 hollow.fill(entry.target, value)
     hollow.filled = True
     before = _checksums(hollow) if here and rank is not None else {}
-    problem = ""
+    problem, hint = "", ALIKE
     try:
         yield model if here else None
     except (PeerLost, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -88,14 +93,20 @@ def full_model(
             _finish(local, hollow, problem, {}, rank)
         raise
     if here:
-        problem = hollow.problem()
-    _finish(local, hollow, problem, before, rank)
+        problem, hint = hollow.problem()
+    _finish(local, hollow, problem, before, rank, hint or ALIKE)
 
 
 def _finish(
-    local: LocalStep, hollow: Hollow, problem: str, before: Mapping[str, int], rank: int | None
+    local: LocalStep,
+    hollow: Hollow,
+    problem: str,
+    before: Mapping[str, int],
+    rank: int | None,
+    hint: str = ALIKE,
 ) -> None:
-    """Empty the module. Collective. Changes that all ranks made equally are kept; RunError for any other change."""
+    """Empty the module. Collective. Changes that all ranks made equally are kept; RunError for any other change, with
+    the `hint` of the rank that has a problem."""
     meeting, changed, digest, sums = Meeting(), False, "", dict[str, int]()
     try:
         if not problem and before:
@@ -105,9 +116,10 @@ def _finish(
             sums = _checksums(hollow)
             digest = f"{zlib.crc32(json.dumps(sums).encode()):08x}"
             changed = put(local, hollow.tensors, only_look=True)
-        words = [json.loads(word) for word in meeting.collect(json.dumps([problem, digest, changed]))]
-        wrong = next((text for text, _, _ in words if text), "")
-        if not wrong and len({there for _, there, _ in words}) > 1:
+        mine = json.dumps([problem, digest, changed, hint])
+        words = [json.loads(word) for word in meeting.collect(mine)]
+        wrong, hint = next(((text, hint) for text, _, _, hint in words if text), ("", ALIKE))
+        if not wrong and len({there for _, there, _, _ in words}) > 1:
             every = [json.loads(word) for word in meeting.collect(json.dumps(sums))]
             odd = next((n for n in every[0] if len({one[n] for one in every}) > 1), "")
             wrong = f"ranks changed {odd} within step.full() in different ways"
@@ -115,10 +127,9 @@ def _finish(
             raise RunError(
                 wrong,
                 why="the step goes on from the values that it had before",
-                hint="make the same changes on all ranks, within step.full() without rank=; model.eval() keeps a "
-                "forward pass from changing buffers",
+                hint=hint,
             )
-        if any(there for _, _, there in words):
+        if any(there for _, _, there, _ in words):
             put(local, hollow.tensors)
     finally:
         hollow.empty()

@@ -26,6 +26,7 @@ from meshwright.user_module.placeholders import (
     METADATA,
     READ,
     SHOWN,
+    TIE,
     WRITE,
     first,
     wanted,
@@ -39,9 +40,14 @@ TO_WRITE = (
     "step.load_state_dict(state) or step.load(path); "
     "with step.full() as model: … keeps what is changed within it"
 )
+IN_PLACE = (
+    "change values in place: weight.copy_(new) under torch.no_grad(), and load_state_dict(state) without assign=True; "
+    "for other weights or modules build another step"
+)
 HINTS = {
     READ: FULL,
     WRITE: TO_WRITE,
+    TIE: "tie weights (model.head.weight = model.table.weight) before the step is built; to copy values: step.full()",
     GRADIENT: "step.gradients(batch), then step.parameters[name].grad: this rank's shard of it; clip_norm= clips",
 }
 
@@ -144,11 +150,19 @@ class Hollow:
         for entries, name, known in self._places:
             if entries.get(name) is not known:
                 raise RunError(
-                    f"{name!r} of the model was replaced after its step was built",
+                    f"{self._path(entries, name)!r} of the model was replaced after its step was built",
                     why="the step trains the tensors, and runs the modules, that were there then",
                     hint="change values with step.load_state_dict(state), or within `with step.full() as model:`; "
                     "for another model build another step",
                 )
+
+    def _path(self, entries: dict[str, Any], name: str) -> str:
+        """The name in the model of an entry of one of its modules."""
+        model = self._model()
+        for path, module in () if model is None else model.named_modules():
+            if any(held is entries for held in vars(module).values()):
+                return f"{path}.{name}" if path else name
+        return name
 
     def check_anew(self) -> None:
         """The same before the model's values are replaced: what `lend` has filled may have been changed."""
@@ -175,19 +189,20 @@ class Hollow:
             if type(x) not in _KINDS:
                 self._empty(name)
 
-    def problem(self) -> str:
-        """Describe what prevents values from being taken back after the module was filled; empty if nothing does."""
+    def problem(self) -> tuple[str, str]:
+        """Describe what prevents values from being taken back after the module was filled, and what to write instead;
+        empty if nothing does."""
         try:
             self.filled = False
             self.check()
         except RunError as error:
-            return error.what
+            return error.what, IN_PLACE
         finally:
             self.filled = True
         for name, x in self.tensors.items():
             if x.dtype != self._dtypes[name]:
-                return f"{name} is {x.dtype} now, {self._dtypes[name]} in the step"
-        return ""
+                return f"{name} is {x.dtype} now, {self._dtypes[name]} in the step", IN_PLACE
+        return "", ""
 
     def _end_loan(self) -> None:
         if self._lent is None:

@@ -34,7 +34,7 @@ METADATA = frozenset(
 FLAG = (torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # pyright: ignore[reportAttributeAccessIssue]
 SHOWN = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-READ, WRITE, GRADIENT = "read", "write", "gradient"
+READ, WRITE, GRADIENT, TIE = "read", "write", "gradient", "tie"
 _IN_PLACE = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
@@ -42,11 +42,13 @@ _IN_PLACE = frozenset(
 
 
 def wanted(func: Any) -> tuple[str, str]:
-    """The name of a function of torch that was called on a tensor, and what for: `READ`, `WRITE` or `GRADIENT`."""
+    """The name of a function of torch that was called on a tensor, and what for: `READ`, `WRITE`, …."""
     called = getattr(func, "__name__", str(func))
     called = getattr(getattr(func, "__self__", None), "__name__", called) if "__" in called else called
     if func in _GRAD or called in ("grad", "retain_grad") or "hook" in called:
         return called, GRADIENT
+    if called == "grad_fn":  # which a module looks at where a parameter is assigned to it
+        return called, TIE
     sets = func == torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
     writes = called in _IN_PLACE or (called.endswith("_") and not called.endswith("__"))
     return called, WRITE if sets or writes else READ
@@ -66,4 +68,4 @@ def first(kinds: tuple[type, ...], *nest: Any) -> Any:
     return None
 
 
-__all__ = ["FLAG", "GET_FLAG", "GRADIENT", "METADATA", "READ", "SHOWN", "WRITE", "first", "wanted"]
+__all__ = ["FLAG", "GET_FLAG", "GRADIENT", "METADATA", "READ", "SHOWN", "TIE", "WRITE", "first", "wanted"]

@@ -122,6 +122,10 @@ def replaced():
     with step.full() as full:
         full.up.weight = torch.nn.Parameter(torch.zeros(32, 16))
 
+def assigned():
+    with step.full() as full:
+        full.load_state_dict({n: p.clone() for n, p in full.state_dict().items()}, assign=True)
+
 def inside():
     with step.full():
         step(batches()[0])
@@ -171,7 +175,12 @@ assert model.up.weight.requires_grad_(False) is held and not held.requires_grad
 held.requires_grad = True
 assert held.requires_grad and type(model.up.weight).requires_grad is not torch.Tensor.requires_grad
 model.up.weight = torch.nn.Parameter(torch.zeros(32, 16))
-refused(lambda: step(batches()[0]), "'weight' of the model was replaced")
+refused(lambda: step(batches()[0]), "'up.weight' of the model was replaced")
+vars(model.up)["_parameters"]["weight"] = held
+refused(lambda: setattr(model.down, "bias", model.up.bias), "before the step is built")
+refused(replaced, "'up.weight' of the model was replaced")
+vars(model.up)["_parameters"]["weight"] = held
+refused(assigned, "load_state_dict(state) without assign=True")
 mw.shutdown()
 """
 
