@@ -188,15 +188,18 @@ def same_model(meeting: Meeting, agreed: Agreed, model: torch.nn.Module) -> None
     )
 
 
-def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
-    """Raise RunError on all ranks if two have optimizers of different classes, or with different options for a
-    parameter that both update. Stages of a pipeline update different parameters; the options that their groups share
-    are compared from then on."""
+def same_optimizer(meeting: Meeting, local: LocalStep) -> list[str]:
+    """Return the parameters that the program trains and no rank's optimizer updates. Stages of a pipeline update
+    different parameters; the options that their groups share are compared from then on.
+
+    Raises RunError on all ranks if two have optimizers of different classes, or with different options for a parameter
+    that both update.
+    """
     optimizer = local.optimizer
     if optimizer is None:
         meeting.collect("")
         local.comparison.options = frozenset()
-        return
+        return []
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     trained = [i for i in local.inputs.values() if i.role == "parameter" and i.needs_grad]
     of = [number.get(id(local.parameters.get(i.target)), -1) for i in trained]
@@ -206,7 +209,7 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     local.comparison.options = (
         shared_options([json.loads(one)[1] for one in words]) if all(words) else frozenset()
     )
-    told = {rank: json.loads(one) for rank, one in enumerate(words) if one and len(set(words)) > 1}
+    told = {rank: json.loads(one) for rank, one in enumerate(words) if one}
     kinds: dict[str, list[int]] = {}
     for rank, (kind, _, _) in told.items():
         kinds.setdefault(kind, []).append(rank)
@@ -220,14 +223,17 @@ def same_optimizer(meeting: Meeting, local: LocalStep) -> None:
     for rank, (_, options, runs) in told.items():
         groups = itertools.chain.from_iterable([n] * count for n, count in runs)
         for entry, n in zip(trained, groups, strict=True):
-            said, first = seen.setdefault(entry.target, (options[n], rank)) if n >= 0 else ({}, rank)
-            if n >= 0 and said != options[n]:
+            if n < 0:
+                continue
+            said, first = seen.setdefault(entry.target, (options[n], rank))
+            if said != options[n]:
                 there, here = options_that_differ([[said], [options[n]]])
                 raise RunError(
                     f"the optimizer's options of {entry.target} differ between ranks",
                     why=f"{there} on rank {first}; {here} on rank {rank}",
                     hint="every rank makes the same optimizer, with the same groups",
                 )
+    return [entry.target for entry in trained if entry.target not in seen]
 
 
 def same_groups(meeting: Meeting, alone: Grouped | None, local: LocalStep) -> None:

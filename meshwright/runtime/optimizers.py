@@ -72,7 +72,7 @@ def extend_optimizer(
         if beside is not None:
             beside["params"].extend(added)
         else:
-            optimizer.add_param_group({**group, "params": added})
+            type(optimizer).add_param_group(optimizer, {**group, "params": added})
     apart_by_device(optimizer)
 
 
@@ -84,7 +84,7 @@ def apart_by_device(optimizer: torch.optim.Optimizer) -> None:
         for device in devices[1:]:
             there = [p for p in group["params"] if p.device == device]
             group["params"] = [p for p in group["params"] if p.device != device]
-            optimizer.add_param_group({**group, "params": there})
+            type(optimizer).add_param_group(optimizer, {**group, "params": there})
 
 
 def as_laid_out(optimizer: torch.optim.Optimizer) -> None:

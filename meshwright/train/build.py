@@ -49,6 +49,7 @@ from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.planning.log_remarks import log_remarks
 from meshwright.planning.search_request import request_for
+from meshwright.runtime.added_groups import watch_groups
 from meshwright.runtime.before_update import BeforeUpdate, scaler_of
 from meshwright.runtime.communicator import leave
 from meshwright.runtime.equal_start import start_equal
@@ -306,6 +307,7 @@ def _built(request: StepRequest) -> TrainStep:
     if local.optimizer is not None:
         check_made(local.optimizer, split, apart)
         watch_hooks(local.optimizer, split, apart)
+        watch_groups(local.optimizer, local.offered, local.pipe is not None)
     shared.remember(graph, chosen)
     keep_state(model, shared)
     hollow = shared.take_from(model, request.place)

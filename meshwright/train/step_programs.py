@@ -42,6 +42,10 @@ from meshwright.search.reuse import StoredLayout, carried_to_train
 from meshwright.user_module.hollow import Hollow
 
 COME_SECONDS = 60.0  # for which ranks wait for each other before they make another program
+IDLE = (
+    "%s%s: no longer frozen, but in no group of the optimizer, so the values stay as they are; to train them, have "
+    "optimizer(parameters) put them into a group, or from now on step.optimizer.add_param_group with step.parameters"
+)
 log = logging.getLogger("meshwright")
 
 
@@ -59,6 +63,10 @@ class ModelState:
     held: list[dict[str, StoredLayout]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     hollow: Hollow | None = None
+
+    def trains(self, name: str) -> bool:
+        """Return whether a program so far trains a parameter."""
+        return any(name in held and held[name].trained for held in self.held)
 
     def take_from(self, model: torch.nn.Module, device: torch.device) -> Hollow:
         """Take what programs hold by now out of the user's module."""
@@ -306,13 +314,15 @@ class Source:
         )
         made.shape = agreed.more
         self._train_further(made, first, cut_parameter(agreed.graph, plan))
-        same_optimizer(meeting, made)
+        idle = [name for name in same_optimizer(meeting, made) if not shared.trains(name)]
         shared.remember(agreed.graph, plan)
         shared.take_from(model, rank.device)
         if shared.world.rank == 0:
             log.warning(
                 "a program for %s was captured and planned in %.1f s", told, time.perf_counter() - began
             )
+            if idle:
+                log.warning(IDLE, idle[0], f" and {len(idle) - 1} more" if len(idle) > 1 else "")
         return Program.of(batch, guards, made)
 
     def _train_further(self, made: LocalStep, first: LocalStep, cut: str) -> None:
