@@ -13,6 +13,7 @@ from meshwright.capture.batch_dim import name_batch_dims
 from meshwright.capture.cache import key_of, load, save
 from meshwright.capture.canonical_names import hoist_constants, name_nodes, number_seeds, share_constants
 from meshwright.capture.convert import convert, literal_constants
+from meshwright.capture.copied_results import copy_results
 from meshwright.capture.dtypes import check_dtypes
 from meshwright.capture.fold import fold
 from meshwright.capture.gradients import mark_gradients, settle_parameters
@@ -95,5 +96,5 @@ def simplify(graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
     graph = share_constants(graph)
     graph = prune(raise_attention(graph))
     graph = mark_gradients(graph)
-    graph = settle_marks(name_batch_dims(settle_parameters(graph)))
+    graph = copy_results(settle_marks(name_batch_dims(settle_parameters(graph))))
     return verify(name_nodes(number_seeds(hoist_constants(share_constants(graph)))))

@@ -159,7 +159,7 @@ class TrainStep(StepState):
             batch: The global batch, the same on every rank, or this rank's shard from `mw.shard_loader`.
             update: False keeps the gradients and adds those of the next call, as ``loss.backward()`` does.
             gather: If the loss function returns ``(loss, outputs)``, so does the step. Outputs are full on all ranks,
-                or this rank's shards with ``gather=False``.
+                or this rank's shards with ``gather=False``; weights and buffers among them are those before the update.
 
         Raises BatchError on all ranks for a batch that does not match the model, or if ranks pass different batches.
         """

@@ -113,7 +113,8 @@ def both(model, batch):
     each = F.cross_entropy(logits, batch["y"], reduction="none")
     right = (logits.argmax(-1) == batch["y"]).float().mean()
     most = each.sum() if IN_PIECES else each.max()  # which no micro-batch knows
-    return each.mean(), {"logits": logits, "parts": [each, most], "accuracy": right, "name": "train"}
+    given = [model.up.weight.clone(), model.up.bias * 1.0, model.norm.weight, batch["x"][:, 1:], batch["y"].clone()]
+    return each.mean(), {"logits": logits, "parts": [each, most], "accuracy": right, "name": "train", "given": given}
 
 torch.manual_seed(0)
 model = Net()
@@ -122,19 +123,23 @@ optimizer = adamw(twin.parameters())
 step = mw.train_step(model, adamw, batches()[0], loss=both, **PLAN)
 for batch in batches(3):
     expected, more = both(twin, batch)
+    given = [x.detach().clone() for x in more["given"]]  # as they are in forward
     optimizer.zero_grad()
     expected.backward()
     optimizer.step()
     loss, found = step(batch)
+    evaluate = step.forward_step(model, batch, lambda m, b: (m.up.bias.clone(), m(b["x"])))
+    kept = evaluate(batch)[0], twin.up.bias.detach().clone()
     assert close(loss, expected.detach())
     assert set(found) == set(more) and found["name"] == "train"
     assert not found["logits"].requires_grad
     for mine, theirs in ((found["logits"], more["logits"]), (found["accuracy"], more["accuracy"]),
-                         *zip(found["parts"], more["parts"])):
+                         *zip(found["parts"], more["parts"]), *zip(found["given"], given)):
         assert close(mine, theirs.detach()), (mine, theirs)
 state = step.full_state()
 assert all(close(state[n], p.detach()) for n, p in twin.named_parameters())
 mine = step(batch, gather=False)[1]["logits"]
+assert close(*kept)  # which the step after it has not changed
 if sys.argv[1] in ("dp", "micro"):
     assert mine.shape[0] == 4
 if sys.argv[1] == "pipeline":
