@@ -178,16 +178,29 @@ def _on_graph(
 
 
 def _stages(plan: Plan, graph: Graph, same: Mapping[str, str]) -> dict[str, int]:
-    """Node → its stage, without nodes that read what is made in later ones: they follow what they read."""
+    """Node → its stage, without nodes that read what is made in later ones: they follow what they read. What is no
+    operator of the plan (the norm of another mode) is where its module is, whose parameters are there."""
     found: dict[str, int] = {}
+    homes = _homes(plan, graph, same) if plan.stages else {}
     made: dict[str, int] = {}  # node → the last stage of what it depends on, and its own
     for node in graph.nodes if plan.stages else ():
         after = max((made[graph.producers[u].name] for u in node.uses if u in graph.producers), default=-1)
-        stage = plan.stages.get(same.get(node.name, ""), -1)
+        stage = plan.stages.get(same.get(node.name, ""), homes.get(node.module, -1))
         if stage >= max(after, 0):
             found[node.name] = stage
         made[node.name] = max(stage, after)
     return found
+
+
+def _homes(plan: Plan, graph: Graph, same: Mapping[str, str]) -> dict[str, int]:
+    """Module → the stage of its operators in the plan; the last one where none of them is in the graph, as of a norm
+    whose mode has changed, which counted its batches in the first stage."""
+    homes: dict[str, set[int]] = {}
+    for name, (_, module) in plan.about.items():
+        if module and name in plan.stages:
+            homes.setdefault(module, set()).add(plan.stages[name])
+    known = {node.module for node in graph.nodes if node.name in same}
+    return {m: max(stages) for m, stages in homes.items() if len(stages) == 1 or m not in known}
 
 
 def without_gradients(asked: Techniques) -> Techniques:

@@ -142,3 +142,48 @@ mw.shutdown()
 def test_averages_over_all_batches_are_those_of_accumulation(tmp_path: Path, options: str) -> None:
     done = run_warm(tmp_path, 2, AVERAGED.replace("OPTIONS", options))
     assert done.returncode == 0, done.stderr
+
+
+MODES = """
+import copy, torch
+import meshwright as mw
+nn = torch.nn
+
+def block():
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+
+def loss(model, x):
+    return model(x).square().mean()
+
+torch.manual_seed(0)
+model = nn.Sequential(*(block() for _ in range(4)), nn.Linear(6, 1)).double()
+twin = copy.deepcopy(model)
+batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(2)]
+optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+step = mw.train_step(model, lambda p: torch.optim.SGD(p, 0.1), batches[0], loss=loss, mesh={"dp": 1}, OPTIONS)
+for number in range(8):
+    for one in (model, twin):
+        one.train(number != 5)  # all norms
+        for norm in (m for m in one.modules() if isinstance(m, nn.BatchNorm1d)):
+            norm.train(number % 3 == 0)
+    batch = batches[number % 2]
+    optimizer.zero_grad()
+    wanted = 0
+    for piece in batch.chunk(step.plan.techniques.micro_batches):  # statistics are those of each
+        part = loss(twin, piece) * len(piece) / len(batch)
+        part.backward()
+        wanted += part.detach()
+    optimizer.step()
+    found = step(batch)
+    assert torch.allclose(found, wanted), (number, found, wanted)
+state = step.full_state()
+assert all(torch.allclose(state[n], x) for n, x in twin.state_dict().items() if "num_batches" not in n)
+mw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("options", first(1, PLANS))
+def test_norms_change_their_mode_between_steps(tmp_path: Path, options: str) -> None:
+    """The norm of another mode is another operator, of the same module and so of the same stage."""
+    done = run_warm(tmp_path, 2, MODES.replace("OPTIONS", options))
+    assert done.returncode == 0, done.stderr
