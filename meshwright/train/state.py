@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -61,6 +61,15 @@ class StepState:
         self._model, self._hollow = model, hollow
         self._temporary = frozenset(temporary)
         self._saves = Saves(local, plan, self._temporary)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises RunError: `copy.deepcopy`, `pickle` and `torch.save` come here."""
+        raise RunError(
+            "a training step cannot be copied or pickled",
+            why="its program runs in this process, with the collectives of its process group",
+            hint="step.save(path) writes the state, and step.load(path) reads it into another step; "
+            "step.full_state() copies the weights; with step.full() as model: copy.deepcopy(model)",
+        )
 
     @with_plain_parameters
     def forward_step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -100,3 +102,12 @@ def test_an_argument_is_assigned_to_a_step(name: str) -> None:
     with pytest.raises(RunError, match=rf"step\.{name} = … changes nothing") as caught:
         setattr(step, name, 3)
     assert caught.value.hint and "{0}" not in caught.value.hint
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda step: torch.save(step, io.BytesIO())])
+def test_a_step_is_copied(how: Callable[[Any], Any]) -> None:
+    model, batch, loss = built()
+    step = mw.train_step(model, sgd, batch, loss=loss, mesh=1)
+    with pytest.raises(RunError, match="a training step cannot be copied or pickled") as caught:
+        how(step)
+    assert "step.save(path)" in caught.value.hint and "step.full_state()" in caught.value.hint
