@@ -10,21 +10,24 @@ of batch norm, which are those of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.core.collectives import COLLECTIVES
-from meshwright.core.graph import LOSS, RESHARD, Graph, Input, Node
+from meshwright.core.graph import LOSS, RESHARD, Graph, Input, Node, Ref
 from meshwright.core.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.core.mesh import Mesh
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.ops.batch import Unit, batch_units, example_reducers
 from meshwright.ops.factors import Factors, Site
+from meshwright.ops.special.loss import MEAN, reduction_of
 from meshwright.ops.strategy import Ports, Strategy, at_path, layouts, split_unit, through_ports
 from meshwright.ops.table import has_rule
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
+
+CLASSES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
@@ -235,6 +238,8 @@ def check_in_time(graph: Graph, factors: Factors, resharded: Resharded, plan: Pl
     """
     time, early = set(plan.mesh.time), early_values(graph, resharded.graph.nodes)
     for node in resharded.graph.nodes:
+        if node.op in CLASSES and _divides_late(node, early):
+            raise _unknown_divisor(node, plan)
         if node.op != RESHARD:
             continue
         pair = resharded.pairs[node.name]
@@ -246,6 +251,21 @@ def check_in_time(graph: Graph, factors: Factors, resharded: Resharded, plan: Pl
     loss = next((value for label, value in resharded.graph.outputs if label == LOSS), "")
     if loss and time.isdisjoint(resharded.layouts[loss].partial):  # each would compute all of it
         raise not_in_time(_first_without_examples(graph, factors), plan)
+
+
+def _divides_late(node: Node, early: Collection[str]) -> bool:
+    """Return whether a mean divides by weights of classes that are not known before the first micro-batch."""
+    weight = node.arg(2, "weight")
+    return isinstance(weight, Ref) and weight.name not in early and reduction_of(node) == MEAN
+
+
+def _unknown_divisor(node: Node, plan: Plan) -> PlanError:
+    return PlanError(
+        f"%{node.name} ({node.op}) divides by a sum that {plan.techniques.pieces_text} do not know before the first",
+        why="its weights of classes are a parameter, or are computed from one",
+        where=node.where,
+        hint=f"keep them in a buffer (self.register_buffer), or {', '.join(_unsplit(plan.techniques))}",
+    )
 
 
 def _first_without_examples(graph: Graph, factors: Factors) -> Node:

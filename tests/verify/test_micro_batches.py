@@ -208,6 +208,25 @@ def test_sums_over_the_batch_are_exact_on_a_cluster(kind: str, mode: str) -> Non
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
+@pytest.mark.parametrize("asked", ({}, {"pipeline": 2}), ids=str)
+@pytest.mark.parametrize("trained", (False, True))
+def test_weights_of_classes_that_are_no_buffer_are_refused(trained: bool, asked: dict[str, int]) -> None:
+    """The sum that a mean divides by is made before the first micro-batch, of what a step does not change."""
+    model, batch, _ = head("class weights")
+    weight = model.weight
+    del model.weight
+    model.weight = torch.nn.Parameter(weight, requires_grad=trained)
+
+    def of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        z = model.down(torch.tanh(model.up(batch["x"])))
+        return F.cross_entropy(z, batch["y"], model.weight.detach().exp() if trained else model.weight)
+
+    with pytest.raises(PlanError, match="divides by a sum that 2 micro-batches") as caught:
+        mw.plan(model, batch, loss=of, mesh=2, micro_batches=2, **asked)
+    assert "register_buffer" in caught.value.hint and "micro_batches=1" in caught.value.hint
+    mw.verify(model, batch, loss=of, mesh=2).raise_if_different()
+
+
 @pytest.mark.parametrize("mode", ("auto", "sharding_propagation", "dynamic_programming"))
 @pytest.mark.parametrize("kind", REFUSED)
 @quick(lambda kind, mode: kind == "balance" and mode == "dynamic_programming")
