@@ -52,9 +52,8 @@ class Order:
         """The samples of the next epoch, which has this number, and the sizes of its batches where the sampler says
         them."""
         self._before = self._states()
-        if self.base is not None and not (
-            self.persistent and epoch
-        ):  # as a plain loader does, so that the sampler's draws are its draws
+        # As a plain loader draws it, so that the sampler's draws are its draws.
+        if self.base is not None and not (self.persistent and epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self.base)
         drawn = list(self.sampler)
         sizes = [len(b) for b in drawn] if self.batches else []
