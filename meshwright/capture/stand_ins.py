@@ -3,7 +3,7 @@
 The cumulative averages of ``nn.BatchNorm2d(…, momentum=None)`` divide by a count of batches that is read to a Python
 number; ``torch.cov`` and ``torch.corrcoef`` read whether there are examples enough. The operator of ``instance_norm``
 updates the running statistics unseen. A dropout that does nothing returns what it is given, itself. What an autocast
-casts inside is in `autocast`.
+casts inside is in `autocast`, and losses are in `losses`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from meshwright.capture.autocast import composed
 from meshwright.capture.export_errors import AS_IT_IS
+from meshwright.capture.losses import composed_loss
 from meshwright.capture.meta_init_record import user_line
 from meshwright.errors import CaptureError
 
@@ -157,7 +158,7 @@ def stand_in(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
     if _is_idle_dropout(getattr(func, "__name__", ""), given):
         return lambda *_, **__: given["input"]
-    found = STAND_INS.get(func) or composed(func, args, kwargs)
+    found = STAND_INS.get(func) or composed(func, args, kwargs) or composed_loss(func, args, kwargs)
     if found is None or (found in OF_FLOATS and not given["input"].is_floating_point()):
         return func
     return found
