@@ -1,7 +1,7 @@
 """Losses of `torch.nn.functional` that torch composes inside one operator, as the same composition.
 
-Export keeps each as an operator without a rule: all ranks computed it alike, and micro-batches refused it. Source: the
-formulas on the pages of these losses in https://docs.pytorch.org/docs/stable/nn.html#loss-functions.
+Export keeps each as an operator without a rule, which every rank would compute in full, and micro-batches not at all.
+Source: the pages of these losses in https://docs.pytorch.org/docs/stable/nn.html#loss-functions.
 """
 
 from __future__ import annotations
