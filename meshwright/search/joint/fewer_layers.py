@@ -50,7 +50,7 @@ def _as_few(
     over, fitting = (0, most), (every, planner.peak_bytes(best))  # layers under the policy, and bytes
     taken, made = math.ceil((most - limit) * every / (most - fitting[1])), best
     for _ in range(TECHNIQUES.layer_tries):
-        if not over[0] < taken < fitting[0]:
+        if not over[0] < taken < fitting[0] or planner.request.stop.now():
             break
         try:
             under = planner.under(_mixed(best.techniques, names, taken, lighter))
