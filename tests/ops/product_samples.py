@@ -54,6 +54,8 @@ def add_products() -> None:
     add("aten.conv1d.default", T(f, 4, 4, 9), T(f, 6, 4, 3), T(f, 6), [2], [1], [1], 1)
     add("aten.conv1d.default", T(f, 6, 9), T(f, 6, 1, 3), None, [1], [2], [1], 6)
     add("aten.conv3d.default", T(f, 4, 2, 4, 4, 4), T(f, 6, 2, 2, 2, 2), T(f, 6))
+    for dims in (1, 2):  # export leaves default arguments out
+        add(f"aten.conv{dims}d.default", T(f, 4, 3, *(8, 6)[:dims]), T(f, 5, 3, *(1, 1)[:dims]), T(f, 5))
     add("aten.conv1d.padding", T(f, 4, 4, 9), T(f, 6, 4, 3), T(f, 6), [1], "same")
     add("aten.conv2d.padding", T(f, 4, 4, 6, 6), T(f, 6, 2, 3, 3), T(f, 6), [1, 1], "same", [1, 1], 2)
     add(

@@ -103,7 +103,7 @@ def windowed(sharded: ShardedNode) -> tuple[Node, ...]:
         uses = (source, *(Ref(name) for name in node.uses[1:]))
         return (*helpers, sharded.last("meshwright.nothing", (uses, kinds, None), {}))
     (last,) = plain
-    defaults = (None, None, None, 1, 0) if convolves else (None, None, (), 0)
+    defaults = (None, None, None, (1,) * len(names), 0) if convolves else (None, None, (), 0)
     args = with_arg((source, *last.args[1:]), windows.padding_at, tuple(padding), defaults)
     if windows.ceil_at is not None and len(args) > windows.ceil_at:
         args = with_arg(args, windows.ceil_at, False)
