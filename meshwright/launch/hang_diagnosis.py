@@ -179,13 +179,15 @@ def waiting_lines(states: Mapping[int, State], ranks: Iterable[int]) -> list[str
 
 
 def _of(kind: str, of: str) -> str:
-    return f"the {kind} of {of}" if of else f"a {kind}"
+    if of:
+        return f"the {kind} of {of}"
+    return kind if kind.startswith("another ") else f"a {kind}"
 
 
 def _which(group: Group, number: int) -> str:
     if group.axes in MESSAGES:
         return f"{_ordinal(number)} message from rank {group.ranks[0]} to rank {group.ranks[1]}"
-    along = f" along {group.axes}" if group.axes else ""
+    along = f" along {group.axes}" if group.axes and not group.axes.startswith(("to ", "before ")) else ""
     return f"{_ordinal(number)} of {named_ranks(sorted(group.ranks))}{along}"
 
 

@@ -248,7 +248,8 @@ class _StoreChannel:
                     raise failed from None
                 if time.monotonic() - began < LOOK_SECONDS / 2:  # the store has gone
                     raise
-        self.store.wait(keys, timedelta(seconds=max(0.0, left)))
+        # Of no time left a file store would make no limit: it would wait for ever.
+        self.store.wait(keys, timedelta(seconds=max(0.01, left)))
 
 
 class _GroupChannel:
