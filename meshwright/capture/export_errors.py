@@ -57,6 +57,8 @@ def explained(error: Exception) -> CaptureError:
     where, hint = line_of_error(error), "write it with torch.where, or " if depends else ""
     if depends and "layerdrop" in where:  # some models of transformers skip layers at random
         hint = "layerdrop=0 in its configuration (encoder_layerdrop and decoder_layerdrop for some), or "
+    if depends and _in_distributions(error):
+        hint = "give the distribution validate_args=False, or call Distribution.set_default_validate_args(False); or "
     if depends and where:
         why = READS_VALUES
     return CaptureError(what, why=why, where=where, hint=hint + AS_IT_IS)
@@ -70,6 +72,16 @@ def without_tensors(batch: Any, error: Exception) -> CaptureError:
         where=line_of_error(error),
         hint="a batch as the loss reads it: a tensor, or dicts, lists and tuples of tensors, zeros are enough",
     )
+
+
+def _in_distributions(error: BaseException | None) -> bool:
+    """Return whether `torch.distributions` has raised an error."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).parent.name == "distributions" for frame in frames):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def line_of_error(error: BaseException | None) -> str:

@@ -106,13 +106,16 @@ class Opened:
     loss: Callable[[Any, Any], torch.Tensor]
 
 
-def open_model(target: str, *, batch: int | None = None, sequence: int | None = None) -> Opened:
-    """The model, batch and loss behind MODEL, with another number of rows or tokens if asked for. Raises ModelError."""
+def open_model(
+    target: str, *, batch: int | None = None, sequence: int | None = None, device: str = "meta"
+) -> Opened:
+    """The model, batch and loss behind MODEL, with another number of rows or tokens if asked for. That of a
+    configuration is on the meta device, or has random weights on another one. Raises ModelError."""
     kind, _, rest = target.partition(":")
     if kind == "hf" and rest:
         from meshwright.examples.configs import from_config
 
-        return Opened(target, *from_config(rest, batch=batch, sequence=sequence))
+        return Opened(target, *from_config(rest, batch=batch, sequence=sequence, device=device))
     if kind == "zoo" and rest:
         return Opened(target, *_from_zoo(rest, _shape(batch, sequence)))
     path, _, name = target.rpartition(":")

@@ -1,4 +1,5 @@
-"""A model from a Hugging Face configuration file alone: on the meta device, without weights and without a network.
+"""A model from a Hugging Face configuration file alone: without a network, on the meta device unless weights are asked
+for, which are random.
 
 What is planned is the architecture that the file names, in training mode, with the loss that the model computes
 from labels, on a batch of the asked shape. Meta tensors have shapes and no memory, so any size of model opens.
@@ -44,8 +45,11 @@ LENGTHS = (  # what configurations call the most tokens of a sequence
 OWN_FILE = "write a function that returns (model, batch, loss), and give file.py:function"
 
 
-def from_config(path: str | Path, *, batch: int | None = None, sequence: int | None = None) -> Built:
-    """The model of a configuration file (or of its folder), an example batch and the loss, all on the meta device.
+def from_config(
+    path: str | Path, *, batch: int | None = None, sequence: int | None = None, device: str = "meta"
+) -> Built:
+    """The model of a configuration file (or of its folder), an example batch and the loss, all on the meta device, or
+    with random weights on another one.
 
     The batch is 8 rows of 1024 tokens unless asked otherwise, fewer tokens where the configuration allows fewer;
     images have the configuration's size. Raises ModelError.
@@ -63,8 +67,8 @@ def from_config(path: str | Path, *, batch: int | None = None, sequence: int | N
                     setattr(config, name, 0)
         config.use_cache = False
         try:
-            # shapes alone: what a constructor would initialise is skipped by the meta device
-            with torch.device("meta"):
+            # On the meta device shapes alone: what a constructor would initialise is skipped.
+            with torch.device(device):
                 model = maker(config).to(_dtype(config))
                 made = _batch(kind, config, file, batch, sequence)
         except ModelError:
@@ -226,8 +230,8 @@ def _batch(
         seen = getattr(config, "vision_config", None) or config  # as in CLIP and SigLIP, which also have text
         size = getattr(seen, "image_size", None) or 224
         high, wide = size if isinstance(size, list | tuple) else (size, size)
-        pixels = torch.empty(rows, getattr(seen, "num_channels", 3), high, wide, dtype=_dtype(config))
-        return {"pixel_values": pixels, "labels": torch.empty(rows, dtype=torch.long)}
+        pixels = torch.randn(rows, getattr(seen, "num_channels", 3), high, wide, dtype=_dtype(config))
+        return {"pixel_values": pixels, "labels": torch.randint(_labels(config), (rows,))}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = min((v for n in LENGTHS if isinstance(v := getattr(text, n, None), int) and v > 0), default=0)
     relative = kind == "seq2seq" and hasattr(config, "relative_attention_num_buckets")
@@ -241,10 +245,21 @@ def _batch(
     while longest and not relative and fits > longest:
         fits //= 2  # some count positions from 2 on (514 for 512), and powers of two can be split
     tokens = sequence or fits
-    ids = torch.empty(rows, tokens, dtype=torch.long)
+    ids = torch.randint(_words(config), (rows, tokens))
     if kind == "speech":  # ids are what is to be written, and the model shifts them for its decoder
         return {"input_features": _sound(config, rows), "labels": ids}
-    return {"input_ids": ids, "labels": ids[:, 0].clone() if kind == "classify" else ids.clone()}
+    few = ids % _labels(config) if kind in ("classify", "tokens") else ids
+    return {"input_ids": ids, "labels": few[:, 0].clone() if kind == "classify" else few.clone()}
+
+
+def _words(config: Any) -> int:
+    """How many tokens there are."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return max(1, getattr(text, "vocab_size", None) or 1)
+
+
+def _labels(config: Any) -> int:
+    return max(1, getattr(config, "num_labels", None) or 1)
 
 
 def _sound(config: Any, rows: int) -> torch.Tensor:
@@ -256,4 +271,4 @@ def _sound(config: Any, rows: int) -> torch.Tensor:
             why="hf: opens models of speech that read a fixed number of frames of mel bins, as Whisper does",
             hint=OWN_FILE,
         )
-    return torch.empty(rows, bins, 2 * positions, dtype=_dtype(config))
+    return torch.randn(rows, bins, 2 * positions, dtype=_dtype(config))

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.capture import capture
 from meshwright.errors import CaptureError
-from tests.capture.test_traps import Net, net, run
+from tests.capture.test_traps import Net, mean_loss, net, run
 
 
 def weights(x: torch.Tensor) -> torch.Tensor:
@@ -68,3 +69,14 @@ def test_ctc_loss_is_refused_with_what_helps() -> None:
 
     with pytest.raises(CaptureError, match=r"(?s)ctc_loss\(\) cannot.*lengths.*manual_step.*custom_op"):
         run(*net(body))
+
+
+def test_a_distribution_that_looks_at_its_arguments_says_what_helps() -> None:
+    def body(model: Net, x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(model.a(x), model.b(x).exp(), validate_args=checked).rsample()
+
+    checked = True
+    with pytest.raises(CaptureError, match="validate_args=False"):
+        run(*net(body))
+    checked = False
+    capture(*net(body), mean_loss)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.cli.verify import _check_room
+from meshwright.errors import ModelError
 from meshwright.examples import mlp
 
 
@@ -50,3 +52,21 @@ def test_a_plan_of_another_model_and_models_without_numbers_are_refused(file, me
     )
     done = meshwright("verify", file, "--model", f"{tmp_path}/net.py:build")
     assert done.code == 2 and "a proof needs numbers" in done.err and "real (random) weights" in done.err
+
+
+def test_the_model_of_a_configuration_gets_random_weights(meshwright, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "intermediate_size": 32, "vocab_size": 40}))
+    asked = ["--batch", 4, "--seq", 8]
+    made = meshwright("plan", f"hf:{file}", "--mesh", "dp=2", *asked, "-o", tmp_path / "plan.json")
+    assert made.code == 0, made.err
+    done = meshwright("verify", tmp_path / "plan.json", "--model", f"hf:{file}", *asked)
+    assert done.code == 0 and done.out.startswith("equal to one device"), done.err
+
+
+def test_a_proof_that_does_not_fit_into_memory_is_refused():
+    with torch.device("meta"):
+        model = torch.nn.Linear(1 << 20, 1 << 22)
+    with pytest.raises(ModelError, match=r"(?s)takes 281475 GB.*fewer layers"):
+        _check_room(model, torch.float64)

@@ -1,0 +1,5 @@
+"""`python -m meshwright`, for where the console script is not on PATH."""
+
+from meshwright.cli import main
+
+main()
