@@ -18,7 +18,7 @@ from meshwright.core.graph import Device, Dtype, Node, Ref, TensorType
 from meshwright.core.mesh import Mesh
 from meshwright.cost.calls import call_name
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operator_tables import LOOKUPS, PIECES, REPEATS, VIEWS
+from meshwright.cost.operator_tables import LOOKUPS, SHARING
 from meshwright.cost.strides import Strides, strides_of
 from meshwright.errors import ClusterError
 from meshwright.partition import Partition
@@ -53,7 +53,7 @@ def calls_of(parts: Partition) -> dict[str, Timed]:
         strides, _ = strides_of(local)
         for node in local.nodes:
             site = one.factors.sites.get(node.name)
-            if site is None or node.name in one.plan.hosts or node.op in VIEWS | REPEATS | PIECES:
+            if site is None or node.name in one.plan.hosts or node.op in SHARING:
                 continue
             wanted = tuple(use in graph.needs_grad for use in site.node.uses)
             if len(wanted) == len(node.uses) and (name := call_name(node, local.types, wanted)):

@@ -23,12 +23,19 @@ def composed(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[..., Any] 
     if found is None:
         return None
     given = next((x for x in _flat((*args, *kwargs.values())) if isinstance(x, torch.Tensor)), None)
-    return found if given is not None and _casts(given.device.type) else None
+    return found if given is not None and _casts(given) else None
 
 
-def _casts(kind: str) -> bool:
-    """Return whether tensors of a type of device are cast now; there is none of the meta device."""
+def _casts(x: torch.Tensor) -> bool:
+    """Return whether there is an autocast on a tensor's device: never on the meta device."""
+    kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def is_cast(x: Any) -> bool:
+    """Return whether an autocast casts a value where an operator asks for it: tensors of double precision stay."""
+    floats = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return floats and _casts(x)
 
 
 def _flat(values: Any) -> list[Any]:
@@ -36,12 +43,10 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _low(x: Any) -> Any:
-    """Cast a tensor as a product casts it, or all of a sequence: not those of double precision."""
+    """Cast a tensor as a product casts it, or all of a sequence."""
     if isinstance(x, tuple | list):
         return [_low(each) for each in x]
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast(x) else x
 
 
 # ---------------------------------------------------------------- sums of products
@@ -82,14 +87,14 @@ def _written_out(equation: Any, operands: tuple[Any, ...]) -> tuple[str, list[to
         flat = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
         return equation, list(flat)
     given = (equation, *operands)
-    lists = [
-        "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in dims) for dims in given[1::2]
-    ]
-    written = ",".join(lists)
+    written = ",".join(map(_letters, given[1::2]))
     if len(given) % 2:
-        last = "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in given[-1])
-        return f"{written}->{last}", list(given[:-1:2])
+        return f"{written}->{_letters(given[-1])}", list(given[:-1:2])
     return written, list(given[::2])
+
+
+def _letters(dims: Sequence[Any]) -> str:
+    return "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in dims)
 
 
 def _terms(equation: str, ranks: list[int]) -> tuple[list[str], str]:
@@ -128,14 +133,10 @@ def _matrix_power(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.linalg.matrix_power(_low(x) if n > 1 else x, n)
 
 
-def _chained(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _chain(*matrices: Any) -> torch.Tensor:
     """A chain of products, as operands or in a list."""
-
-    def chain(*matrices: Any) -> torch.Tensor:
-        given = _flat(matrices)
-        return func(given if len(given) == 1 else _low(given))
-
-    return chain
+    given = _flat(matrices)
+    return torch.linalg.multi_dot(given if len(given) == 1 else _low(given))
 
 
 def _tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: None = None) -> torch.Tensor:
@@ -191,8 +192,8 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.inner: _inner,
     torch.Tensor.inner: _inner,
     torch.tensordot: _tensordot,
-    torch.chain_matmul: _chained(torch.linalg.multi_dot),
-    torch.linalg.multi_dot: _chained(torch.linalg.multi_dot),
+    torch.chain_matmul: _chain,
+    torch.linalg.multi_dot: _chain,
     torch.bilinear: _bilinear,
     torch.linalg.matrix_power: _matrix_power,
     torch.matrix_power: _matrix_power,
@@ -208,4 +209,4 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-__all__ = ["composed"]
+__all__ = ["composed", "is_cast"]

@@ -10,16 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.core.graph import LOSS, Graph, Node, Ref
-from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
-
-SHARES = VIEWS | REPEATS | PIECES
+from meshwright.cost.operator_tables import root_of
 
 
 def copy_results(graph: Graph) -> Graph:
     """Return the graph with a copy of each result, but the loss, that has the memory of an input."""
     given, copies = {i.name for i in graph.inputs}, dict[str, Node]()
     for label, value in graph.outputs:
-        if label != LOSS and _root(graph, value) in given:
+        if label != LOSS and root_of(graph, value) in given:
             name = f"{value.replace('.', '_')}_result"
             copies[value] = Node(
                 name, "aten.clone.default", (Ref(value),), (), (graph.types[value],), (False,)
@@ -31,13 +29,6 @@ def copy_results(graph: Graph) -> Graph:
         for label, value in graph.outputs
     )
     return replace(graph, nodes=(*graph.nodes, *copies.values()), outputs=outputs)
-
-
-def _root(graph: Graph, value: str) -> str:
-    """Return what a view, or a view of one, is a view of."""
-    while value in graph.producers and graph.producers[value].op in SHARES:
-        value = graph.producers[value].uses[0]
-    return value
 
 
 __all__ = ["copy_results"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimiz
 
 def own_error_in(error: BaseException | None) -> MeshwrightError | None:
     """Return the error of ours behind another one, if there is one."""
+    return next((one for one in _chain(error) if isinstance(one, MeshwrightError)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those behind it."""
     while error is not None:
-        if isinstance(error, MeshwrightError):
-            return error
+        yield error
         error = error.__cause__ or error.__context__
-    return None
 
 
 DATA_DEPENDENT = (
@@ -33,11 +37,7 @@ READS_VALUES = (
 
 def explained(error: Exception) -> CaptureError:
     """Return an export failure with the user's own source line and a hint."""
-    kinds: list[str] = []
-    chain: BaseException | None = error
-    while chain is not None:
-        kinds.append(type(chain).__name__)
-        chain = chain.__cause__ or chain.__context__
+    kinds = [type(one).__name__ for one in _chain(error)]
     text = str(error)
     depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -76,20 +76,14 @@ def without_tensors(batch: Any, error: Exception) -> CaptureError:
 
 def _in_distributions(error: BaseException | None) -> bool:
     """Return whether `torch.distributions` has raised an error."""
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        if any(Path(frame.filename).parent.name == "distributions" for frame in frames):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    frames = (frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__))
+    return any(Path(frame.filename).parent.name == "distributions" for frame in frames)
 
 
 def line_of_error(error: BaseException | None) -> str:
     """Return the innermost frame of the user's or the model library's code in the traceback."""
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        for frame in reversed(frames):
+    for one in _chain(error):
+        for frame in reversed(traceback.extract_tb(one.__traceback__)):
             if not frame.filename.startswith((TORCH_ROOT, HERE, "<")):
                 return f"{Path(frame.filename).name}:{frame.lineno}  {frame.line}"
-        error = error.__cause__ or error.__context__
     return ""

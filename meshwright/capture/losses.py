@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from meshwright.capture.autocast import is_cast
+
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "mean": torch.mean,
@@ -41,11 +43,7 @@ def composed_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _wide(x: Any) -> Any:
     """Cast a tensor as an autocast casts what losses read."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    kind = x.device.type
-    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return x.float() if cast else x
+    return x.float() if is_cast(x) else x
 
 
 def _triplet(

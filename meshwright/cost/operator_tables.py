@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.graph import MOVES, PIN, START, WAIT, of_aten
+from meshwright.core.graph import MOVES, PIN, START, WAIT, Graph, of_aten
 
 
 def _named(names: str) -> frozenset[str]:
@@ -26,6 +26,7 @@ VIEWS = _named("view reshape permute transpose.int t alias detach conj contiguou
     PIN, *MOVES, START, WAIT, "aten.view_as_real.default", "aten.view_as_complex.default"}  # fmt: skip
 REPEATS = _named("expand")
 PIECES = _named("slice.Tensor split_with_sizes unbind.int real imag")
+SHARING = VIEWS | REPEATS | PIECES  # whose results lie in the memory of what they read
 
 # Operators that pass gradients through unchanged: no kernel in backward for a port with the dims of the result.
 THROUGH = _named("add.Tensor add.Scalar sub.Tensor sub.Scalar clone sum sum.dim_IntList")
@@ -110,3 +111,10 @@ ELEMENT_FLOPS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_named("rand_like randn_like bernoulli bernoulli.p"), (150, 0)),
     "meshwright.dropout": (170, 5),
 }  # fmt: skip
+
+
+def root_of(graph: Graph, value: str) -> str:
+    """The value in whose memory a value lies, if no view copies."""
+    while value in graph.producers and graph.producers[value].op in SHARING and graph.producers[value].uses:
+        value = graph.producers[value].uses[0]
+    return value

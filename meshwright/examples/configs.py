@@ -231,7 +231,7 @@ def _batch(
         size = getattr(seen, "image_size", None) or 224
         high, wide = size if isinstance(size, list | tuple) else (size, size)
         pixels = torch.randn(rows, getattr(seen, "num_channels", 3), high, wide, dtype=_dtype(config))
-        return {"pixel_values": pixels, "labels": torch.randint(_labels(config), (rows,))}
+        return {"pixel_values": pixels, "labels": torch.randint(_count(config, "num_labels"), (rows,))}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = min((v for n in LENGTHS if isinstance(v := getattr(text, n, None), int) and v > 0), default=0)
     relative = kind == "seq2seq" and hasattr(config, "relative_attention_num_buckets")
@@ -245,21 +245,16 @@ def _batch(
     while longest and not relative and fits > longest:
         fits //= 2  # some count positions from 2 on (514 for 512), and powers of two can be split
     tokens = sequence or fits
-    ids = torch.randint(_words(config), (rows, tokens))
+    ids = torch.randint(_count(text, "vocab_size"), (rows, tokens))
     if kind == "speech":  # ids are what is to be written, and the model shifts them for its decoder
         return {"input_features": _sound(config, rows), "labels": ids}
-    few = ids % _labels(config) if kind in ("classify", "tokens") else ids
+    few = ids % _count(config, "num_labels") if kind in ("classify", "tokens") else ids
     return {"input_ids": ids, "labels": few[:, 0].clone() if kind == "classify" else few.clone()}
 
 
-def _words(config: Any) -> int:
-    """How many tokens there are."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return max(1, getattr(text, "vocab_size", None) or 1)
-
-
-def _labels(config: Any) -> int:
-    return max(1, getattr(config, "num_labels", None) or 1)
+def _count(config: Any, name: str) -> int:
+    """A number of a configuration, one where it has none."""
+    return max(1, getattr(config, name, None) or 1)
 
 
 def _sound(config: Any, rows: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from meshwright.errors import LaunchError
 from meshwright.heartbeat import IN_STEP, SHUTDOWN, generation
 from meshwright.heartbeat.reader import Group, Seen, Waits, long_wait, read
 from meshwright.heartbeat.record import GROUPS
-from meshwright.launch.hang_diagnosis import Finding, State, named_ranks, waiting_lines
+from meshwright.launch.hang_diagnosis import PLACES, Finding, State, named_ranks, waiting_lines
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.span import Span
 from meshwright.scheduler.client import Client, Place
@@ -34,11 +34,7 @@ PATIENCE_SECONDS = 2.0  # for a scheduler that is away
 WORD_SECONDS = 3.0  # for the word of another machine about a lost peer: some looks, on a busy machine
 AGAIN_SECONDS = 0.1  # between two looks for it
 OTHER_END = {"sent": "received", "received": "sent"}
-BESIDE_STEPS = (
-    "save",
-    "to come to it",
-    "before the process groups",
-)  # groups that do not stand for a collective
+BESIDE_STEPS = ("save", *PLACES)  # groups that do not stand for a collective
 HINT = (
     "all ranks must do the same number of steps before they end: look for a break, a return or a shorter loop there; "
     "mw.shard_loader gives all ranks the same number of batches"

@@ -14,6 +14,7 @@ from meshwright.heartbeat import ENDED, IN_STEP, OWN_CODE
 from meshwright.heartbeat.reader import Group, Seen, Waits
 
 MESSAGES = ("sent", "received")  # what stands for axes where a group is the two ends of messages
+PLACES = ("to come to it", "before the process groups")  # and where ranks only meet
 SHOWN = 6  # groups of ranks with different waits that are listed one by one
 
 
@@ -187,7 +188,7 @@ def _of(kind: str, of: str) -> str:
 def _which(group: Group, number: int) -> str:
     if group.axes in MESSAGES:
         return f"{_ordinal(number)} message from rank {group.ranks[0]} to rank {group.ranks[1]}"
-    along = f" along {group.axes}" if group.axes and not group.axes.startswith(("to ", "before ")) else ""
+    along = f" along {group.axes}" if group.axes and group.axes not in PLACES else ""
     return f"{_ordinal(number)} of {named_ranks(sorted(group.ranks))}{along}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.graph import DTYPES, RESHARD, START, TO_HOST, TRANSFERS, WAIT, Graph, Node
-from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
+from meshwright.cost.operator_tables import SHARING
 from meshwright.cost.strides import copying_views
 from meshwright.ops.saved import saved
 from meshwright.partition import Partition
@@ -196,7 +196,7 @@ class ForwardWalk:
 
     def _shares(self, node: Node) -> bool:
         """Return whether the results share memory with the first input."""
-        view = node.op in VIEWS or node.op in REPEATS or node.op in PIECES
+        view = node.op in SHARING
         return view and bool(node.uses) and node.name not in self.copying
 
     def _keep(self, node: Node, shared: list[Storage], extra: list[Storage]) -> None:

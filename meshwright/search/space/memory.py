@@ -22,7 +22,7 @@ from meshwright.core.graph import DTYPES, Graph
 from meshwright.core.placement import hosted_values
 from meshwright.core.remembered import cached_on_first
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operator_tables import PIECES, PRODUCTS, REPEATS, VIEWS
+from meshwright.cost.operator_tables import PRODUCTS, SHARING, root_of
 from meshwright.ops.saved import saved_in
 from meshwright.partition.buckets import alone_bytes
 from meshwright.predict.memory.allocator import optimizer_on
@@ -33,7 +33,7 @@ from meshwright.search.space.demands import Charge, Demands, Each, Holding
 from meshwright.search.space.parameters import ParameterStates
 from meshwright.search.space.wiring import Edge, Ties, Wiring, is_kept, keeps
 from meshwright.search.techniques.elsewhere import HERE, Elsewhere
-from meshwright.search.techniques.layers import Layer, layers_of, root_of
+from meshwright.search.techniques.layers import Layer, layers_of
 
 INSTANTS = ("the loss", "the update", "the head's backward", "a layer that is computed again")
 
@@ -336,12 +336,11 @@ def _keepers(graph: Graph) -> dict[str, list[tuple[int, str, float, bool]]]:
     Where all of them have it in one layout that is its size. Where not there are several tensors, and the mean of their
     sizes is less than any way to hold them all; but no more than a share is saved by the one that takes a smaller part.
     """
-    views = VIEWS | REPEATS | PIECES
     inputs = {i.name for i in graph.inputs}
     root: dict[str, str] = {}
     for node in graph.nodes:
         for value in node.values:
-            base = node.uses[0] if node.op in views and node.uses else value
+            base = node.uses[0] if node.op in SHARING and node.uses else value
             root[value] = root.get(base, base)
     kept: dict[str, list[tuple[str, int, str]]] = defaultdict(list)
     saves = saved_in(graph)

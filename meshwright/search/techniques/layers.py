@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.graph import AGAIN_MARK, PIN, Graph, Node
 from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import matches
-from meshwright.cost.operator_tables import PIECES, REPEATS, VIEWS
+from meshwright.cost.operator_tables import SHARING, root_of
 from meshwright.ops.saved import saved_in
 
 END = f"{AGAIN_MARK}end"
@@ -80,16 +80,6 @@ def grouped(graph: Graph, name_of: Callable[[Node], str], least: int = LEAST) ->
             if len(run) >= least:
                 found.append(Layer(name, tuple(run), _ends(graph, run)))
     return tuple(found)
-
-
-def root_of(graph: Graph, value: str) -> str:
-    """The value in whose memory a value lies, if no view copies."""
-    while value in graph.producers and graph.producers[value].op in SHARING and graph.producers[value].uses:
-        value = graph.producers[value].uses[0]
-    return value
-
-
-SHARING = VIEWS | REPEATS | PIECES
 
 
 def _repeated(graph: Graph, nodes: Sequence[Node]) -> Iterable[Sequence[Node]]:

@@ -18,6 +18,7 @@ from meshwright.core.graph import Graph, Node
 from meshwright.core.layout import TensorLayout
 from meshwright.core.placement import offloaded_parameters
 from meshwright.core.techniques import ACTIVATIONS, PARAMETERS, Techniques, matches
+from meshwright.cost.operator_tables import SHARING, root_of
 from meshwright.cost.strides import copying_views
 from meshwright.errors import PlanError, did_you_mean
 from meshwright.ops.analysis import factors_of
@@ -26,7 +27,7 @@ from meshwright.ops.strategy import Ports, layouts
 from meshwright.plan.plan import Plan
 from meshwright.redistribute.storage import repeated_axes
 from meshwright.search.techniques.elsewhere import HERE, Elsewhere
-from meshwright.search.techniques.layers import SHARING, layers_of, matched_layers, root_of
+from meshwright.search.techniques.layers import layers_of, matched_layers
 
 LEAST_BYTES = 1024  # of a full value; a smaller one costs more to move than it is worth
 AGAIN, SLICE, HOST = "again", "slice", "host"
