@@ -165,9 +165,9 @@ class _Problem:
         axes = self.mesh.sort(axis for _, dim in pairs for axis in dim_axes(dim))
         if self.start[1] == self.goal[1]:
             return (Step("slice", axes, self.src, self.dst),)
-        sliced = TensorLayout(
-            self.dst.dims, self.src.partial
-        )  # no axis that is to be partial splits these dims
+        # No axis that is to be partial splits these dims, unless it has one rank.
+        partial = tuple(a for a in self.src.partial if self.mesh.sizes[a] > 1)
+        sliced = TensorLayout(self.dst.dims, partial)
         masked = self.mesh.sort(axes_of(self.goal[1] - self.start[1]))
         return (Step("slice", axes, self.src, sliced), Step("mask", masked, sliced, self.dst))
 

@@ -119,6 +119,15 @@ KNOTTED = (
 )
 
 
+# A partial axis of one rank that then splits, and another that becomes partial.
+ONE_RANK = (
+    Mesh.of(a=1, b=2, c=2),
+    parse_layout("[{1 | 2/b}] partial a"),
+    parse_layout("[{1 | 2/a.b}] partial c"),
+)
+
+
+@example(ONE_RANK, RING, 0)
 @example(KNOTTED, RING, 0)
 @example((KNOTTED[0], parse_layout("[{4/b.a | 2/a 2/b}, 3]"), parse_layout("[8/a, 3/b]")), GLOO_LIKE, 1)
 @given(problems(), st.sampled_from([RING, GLOO_LIKE]), st.integers(0, 9))
