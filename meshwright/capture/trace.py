@@ -11,9 +11,11 @@ along, because a block that export drops or moves would change the meaning of th
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +52,8 @@ CHECKPOINT_FILE = torch_checkpoint.__file__
 FUNCTION_FILE = inspect.getsourcefile(torch.autograd.Function) or ""
 LINE = "user_line"  # what a node's own metadata calls the line that made it: torch knows those of `forward` alone
 REAL = (torch.Tensor, torch.nn.Parameter)
+UNROLLED = 2_000  # calls of one line that only a loop over something long makes
+log = logging.getLogger("meshwright")
 NO_CHECKPOINT = (
     "checkpoint() at {} has no effect on a captured program and does not change its numbers; "
     "to recompute activations use mw.recompute(module), recompute= of mw.plan, or leave it to the search"
@@ -170,6 +174,7 @@ class _Watch(TorchFunctionMode):
     past: PastAutograd = field(default_factory=PastAutograd)
     layers: EqualLayers | None = None
     looks: bool = True
+    ran: Counter[str] = field(default_factory=Counter[str])  # how often each line called torch
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -198,8 +203,13 @@ class _Watch(TorchFunctionMode):
             _refuse_data()
         refuse_to_forget(func, args, kwargs)
 
+        line = user_line(code=True)
+        self.ran[line] += 1
+        if line and self.ran[line] == UNROLLED:
+            _warn_of_loop(line)
+
         def made(*args: Any, **kwargs: Any) -> Any:
-            with annotate({LINE: user_line(code=True)}):
+            with annotate({LINE: line}):
                 return stand_in(func, args, kwargs)(*args, **kwargs)
 
         return self.past.call(func, made, args, kwargs)
@@ -260,6 +270,16 @@ def _refuse_data() -> None:
         why="export makes what it reads a constant, and loses what is written",
         where=user_line(),
         hint=f"x.detach() has the same values; clamp weights after a step, not in the model; or {AS_IT_IS}",
+    )
+
+
+def _warn_of_loop(line: str) -> None:
+    """Say early why a capture takes minutes."""
+    log.warning(
+        "%s has called torch %s times: a loop is captured step by step, which takes minutes for thousands of steps; "
+        "a shorter sequence is captured and planned sooner",
+        line.split()[0],
+        f"{UNROLLED:,}",
     )
 
 

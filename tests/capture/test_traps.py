@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.capture import Captured, capture
+from meshwright.capture import trace as trace_module
 from meshwright.errors import CaptureError
 from tests.capture.run_graph import bind, interpret
 
@@ -340,6 +341,23 @@ def test_parameters_on_meta_are_enough() -> None:
     assert [n.op for n in c.graph.nodes][:2] == ["aten.linear.default", "aten.relu.default"]
     real, _ = run(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)), {"x": torch.randn(4, 16)})
     assert ops(real) == ops(c)
+
+
+def test_a_long_loop_is_named_while_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trace_module, "UNROLLED", 12)
+
+    def steps(self: Net, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(20):
+            h = self.a(h)
+        return self.b(h)
+
+    model, batch = net(steps)
+    capture(model, batch, mean_loss)
+    (said,) = [r.message for r in caplog.records if "step by step" in r.message]
+    assert said.startswith("test_traps.py:") and "12 times" in said
 
 
 def test_a_trainable_tensor_outside_of_the_model_is_noted() -> None:
