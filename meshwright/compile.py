@@ -227,7 +227,7 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
         with as_shapes(model):
             raw = capture_graph(model, batch, loss, cache=folder)
     except CaptureError as error:
-        if loss is default_loss and ("scalar" in error.what or "return model(batch)" in error.where):
+        if loss is default_loss and ("scalar" in error.what or error.where.startswith("loss_value.py")):
             raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error
         raise
     captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes, raw.shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.capture.copy_layers import PREFIX
-from meshwright.capture.export_errors import AS_IT_IS
+from meshwright.capture.export_errors import AS_IT_IS, a_size_of_values
 from meshwright.capture.meta_constants import check_values
 from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
 from meshwright.capture.strided import check_strides
@@ -53,12 +53,7 @@ def type_of(value: Any) -> TensorType:
     try:
         shape = tuple(int(size) for size in value.shape)
     except RuntimeError:  # of a symbolic size; its class has no public name
-        raise CaptureError(
-            "the size of a result depends on the values of a tensor, which a captured program does not support",
-            why="shapes must be known before a step runs; those of x[mask], nonzero() and unique() are not",
-            hint="keep the size and mask: torch.where(mask, x, 0), sums of x * mask, or masked_fill; or "
-            + AS_IT_IS,
-        ) from None
+        raise a_size_of_values() from None
     return TensorType(SHORT[value.dtype], shape)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
+from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import CaptureError, MeshwrightError
 
 AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
@@ -35,18 +40,42 @@ READS_VALUES = (
 )
 
 
-def explained(error: Exception) -> CaptureError:
+def a_size_of_values(where: str = "") -> CaptureError:
+    """Return an error for a result whose shape is known only when a step has values."""
+    return CaptureError(
+        "the size of a result depends on the values of a tensor, which a captured program does not support",
+        why="shapes must be known before a step runs; those of x[mask], nonzero() and unique() are not",
+        where=where,
+        hint="keep the size and mask: torch.where(mask, x, 0), sums of x * mask, or masked_fill; or "
+        + AS_IT_IS,
+    )
+
+
+def explained(
+    error: Exception, model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], Any]
+) -> CaptureError:
     """Return an export failure with the user's own source line and a hint."""
+    arrays = [path or "it" for path, value in literals(batch) if isinstance(value, np.ndarray)]
+    if arrays:
+        return CaptureError(
+            f"the batch has numpy arrays: {', '.join(arrays):.200}",
+            why=f"a step takes the tensors of a batch; {type(error).__name__}: {_first(error)}",
+            where=line_of_error(error),
+            hint="torch.from_numpy(array), where the batch is made",
+        )
+    if next(leaves(batch), None) is None:
+        return _without_tensors(batch, error)
     kinds = [type(one).__name__ for one in _chain(error)]
-    text = str(error)
+    text, first = str(error), _first(error)
     depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if not depends and _fails_alike(error, model, batch, loss):
+        return _of_the_user(error, loss)
     what = (
         "the model decides by the values of a tensor, which a captured program cannot"
         if depends
         else "the model cannot be exported"
     )
-    why = f"{type(error).__name__}: {first[:300]}"
+    why = f"{type(error).__name__}: {first}"
     if "meta" in first and "two devices" in first:
         return CaptureError(
             "the model and the batch are on different devices",
@@ -64,7 +93,55 @@ def explained(error: Exception) -> CaptureError:
     return CaptureError(what, why=why, where=where, hint=hint + AS_IT_IS)
 
 
-def without_tensors(batch: Any, error: Exception) -> CaptureError:
+def _first(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)[:300]
+
+
+class _Plain(torch.nn.Module):
+    """A call of the loss, as a module whose tensors can be replaced."""
+
+    def __init__(self, model: torch.nn.Module, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self) -> Any:
+        """Call the loss."""
+        return self.call()
+
+
+def _fails_alike(
+    error: Exception, model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], Any]
+) -> bool:
+    """Return whether plain PyTorch raises the same error; on the meta device, so that it computes nothing."""
+    shapes = map_leaves(batch, lambda x: x.to("meta"))
+    plain = _Plain(model, lambda: loss(model, shapes))
+    held = {n: x.to("meta") for n, x in (*plain.named_parameters(), *plain.named_buffers())}
+    try:
+        torch.func.functional_call(plain, held, ())
+    except Exception as again:
+        return type(again) is type(error) and _first(again) == _first(error)
+    return False
+
+
+def _of_the_user(error: Exception, loss: Callable[[Any, Any], Any]) -> CaptureError:
+    """Return an error that the user's code raises without a capture, too."""
+    where, code = line_of_error(error), getattr(inspect.unwrap(loss), "__code__", None)
+    hint = "mend that line, or what it is given: the loss is called as loss(model, batch), in this order"
+    if not where:  # the call itself has failed, or a function of torch that is given as the loss
+        hint = "the loss is called as loss(model, batch): loss=lambda model, batch: …"
+        if code is not None and not code.co_filename.startswith(TORCH_ROOT):
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}  {code.co_name}"
+    return CaptureError(
+        f"the loss or the model raises {type(error).__name__}",
+        why=f"{_first(error)}; plain PyTorch raises it, too",
+        where=where,
+        hint=hint,
+    )
+
+
+def _without_tensors(batch: Any, error: Exception) -> CaptureError:
     """Return an export failure for an example batch without tensors."""
     return CaptureError(
         f"the example batch has no tensors: {batch!r:.80}",

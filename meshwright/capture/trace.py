@@ -31,7 +31,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from meshwright.capture.copy_layers import PREFIX, UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
 from meshwright.capture.equal_layers import EqualLayers
-from meshwright.capture.export_errors import AS_IT_IS, explained, own_error_in, without_tensors
+from meshwright.capture.export_errors import AS_IT_IS, a_size_of_values, explained, own_error_in
 from meshwright.capture.functional import is_functional, make_functional
 from meshwright.capture.hooks import check_backward_hooks
 from meshwright.capture.in_place import name_casts
@@ -344,12 +344,12 @@ def _trace(
                     make_functional(program)
                 else:
                     name_casts(program.graph_module)
-                    program = program.run_decompositions({})
+                    program = _decomposed(program)
         except (MeshwrightError, UnequalLayersError):
             raise
         except Exception as error:
             nested = own_error_in(error)
-            raise nested or (explained(error) if found else without_tensors(batch, error)) from error
+            raise nested or explained(error, model, batch, loss) from error
     notes = (
         *(NO_CHECKPOINT.format(line) for line in wrapper.watch.checkpoints),
         *wrapper.effects.left.notes,
@@ -358,6 +358,19 @@ def _trace(
     return Trace(
         program, paths, origins, notes, labels=wrapper.labels, outside=outside, shape=wrapper.watch.shape
     )
+
+
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Decompose a program. An operator that cannot have sizes of no value is told by what made them."""
+    try:
+        return program.run_decompositions({})
+    except Exception:
+        modules = (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+        for node in (node for module in modules for node in module.graph.nodes):
+            made = node.meta.get("val")
+            if isinstance(made, torch.Tensor) and not all(type(size) is int for size in made.shape):
+                raise a_size_of_values(node.meta.get("custom", {}).get(LINE, "")) from None
+        raise
 
 
 def _origins(module: torch.nn.Module) -> dict[str, dict[str, Any]]:

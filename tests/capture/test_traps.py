@@ -425,8 +425,13 @@ def test_constants_made_beside_meta_tensors_have_values() -> None:
 
 @pytest.mark.parametrize(
     "select",
-    [lambda x: x[x > 0], lambda x: x * x.nonzero().shape[0], lambda x: x[x[:, 0].long().unique()]],
-    ids=["mask", "nonzero", "unique"],
+    [
+        lambda x: x[x > 0],
+        lambda x: x * x.nonzero().shape[0],
+        lambda x: x[x[:, 0].long().unique()],
+        lambda x: F.cross_entropy(x[x[:, 0] > 0], x[x[:, 0] > 0].argmax(1)),  # torch cannot decompose it
+    ],
+    ids=["mask", "nonzero", "unique", "loss of a mask"],
 )
 def test_a_size_that_depends_on_values_is_refused_with_the_line(select: Any) -> None:
     with pytest.raises(CaptureError, match=r"(?s)size of a result.*test_traps.py:\d+.*torch.where"):

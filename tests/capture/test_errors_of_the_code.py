@@ -1,0 +1,91 @@
+"""What the user's own code raises during a capture is told as such, with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.capture import capture
+from meshwright.errors import CaptureError
+from tests.capture.test_traps import Net, mean_loss, net
+
+HERE = "test_errors_of_the_code.py"
+
+
+def swapped(batch: Any, model: Any) -> torch.Tensor:
+    return model(batch["x"]).mean()
+
+
+def of_one(model: Any) -> torch.Tensor:
+    return model.a.weight.mean()
+
+
+LOSSES: dict[str, tuple[Any, str, str]] = {
+    "swapped": (swapped, "raises TypeError", "test_errors_of_the_code.py:22  return model(batch"),
+    "of one argument": (of_one, "raises TypeError", "test_errors_of_the_code.py:25  of_one"),
+    "a function of torch": (F.mse_loss, "raises AttributeError", ""),
+    "a module of torch": (nn.MSELoss(), "raises AttributeError", ""),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_called_with_model_and_batch(name: str) -> None:
+    loss, what, where = LOSSES[name]
+    with pytest.raises(CaptureError, match=what) as caught:
+        capture(*net(lambda model, x: model.a(x)), loss)
+    assert caught.value.where.startswith(where)
+    assert "loss(model, batch)" in caught.value.hint and "manual_step" not in str(caught.value)
+
+
+BODIES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "no such attribute": (lambda model, x: model.up(x), "AttributeError", "no attribute 'up'"),
+    "no such key": (lambda model, x: {"silu": F.silu}["swiglu"](model.a(x)), "KeyError", "'swiglu'"),
+    "shapes that do not fit": (lambda model, x: model.a(x[:, :5]), "RuntimeError", "[6, 5]"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", BODIES)
+def test_a_mistake_in_the_model_is_told_with_its_line(name: str, device: str) -> None:
+    body, kind, why = BODIES[name]
+    model, batch = net(body)
+    before = dict(model.to(device).named_parameters())
+    with pytest.raises(CaptureError, match=f"raises {kind}") as caught:
+        capture(model, {"x": batch["x"].to(device)}, mean_loss)
+    assert why in caught.value.why and "plain PyTorch raises it, too" in caught.value.why
+    assert HERE in caught.value.where and "lambda model, x:" in caught.value.where
+    assert "manual_step" not in caught.value.hint
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+
+
+def test_what_only_a_capture_cannot_is_no_mistake_of_the_code() -> None:
+    with pytest.raises(CaptureError, match="cannot be exported") as caught:
+        capture(*net(lambda model, x: model.a(x) * float(x.numpy().mean())), mean_loss)
+    assert "manual_step" in caught.value.hint
+
+
+@pytest.mark.parametrize("names", ["y", "x, y"])
+def test_numpy_arrays_of_a_batch_are_named(names: str) -> None:
+    model, batch = net(lambda model, x: model.a(x))
+    batch["y"] = torch.zeros(6, 8)
+    arrays = {name: x.numpy() if name in names else x for name, x in batch.items()}
+    with pytest.raises(CaptureError, match=f"(?m)numpy arrays: {names}$") as caught:
+        capture(model, arrays, lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
+    assert HERE in caught.value.where and "torch.from_numpy" in caught.value.hint
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(8, 1)), Net(lambda model, x: model.a(x))])
+def test_without_a_loss_it_is_said_what_is_called(model: nn.Module) -> None:
+    batch = {"x": torch.zeros(6, 8), "y": torch.zeros(6, 1)}
+    with pytest.raises(CaptureError, match="raises TypeError") as caught:
+        mw.plan(model, batch, mesh=1)
+    assert (
+        "no loss was given, so it is" in caught.value.why and "loss=lambda model, batch" in caught.value.hint
+    )
+    assert "loss_value.py" not in str(caught.value)
