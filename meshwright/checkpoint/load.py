@@ -53,7 +53,7 @@ class Loaded:
     random: bool
 
 
-@heartbeat.during("loading a checkpoint")
+@heartbeat.during(heartbeat.LOADING)
 def load(
     step: LocalStep,
     path: str | Path,

@@ -29,7 +29,6 @@ from meshwright.runtime.rendezvous import late
 from meshwright.runtime.step import LocalStep
 
 log = logging.getLogger("meshwright")
-SAVING = "saving a checkpoint"
 COME_SECONDS = 600.0  # how long a rank waits for the others to come
 PATIENCE_SECONDS = 1800.0  # how long a rank waits for the others' files
 
@@ -61,7 +60,7 @@ class Saves:
         With `async_` only a copy is made here, in the host's memory, and the rest happens beside the next steps.
         Raises CheckpointError, on all ranks, also for an earlier save that went wrong meanwhile."""
         self.wait()
-        with heartbeat.during(SAVING):
+        with heartbeat.during(heartbeat.SAVING):
             return self._save(as_path(path), data, async_, keep)
 
     def _save(self, path: Path, data: Any, async_: bool, keep: int | None) -> Path:

@@ -19,12 +19,17 @@ from meshwright.heartbeat.record import (
     ENDED,
     FOR_SAVE,
     IN_STEP,
+    LOADING,
+    MODEL,
     NONE,
     OWN_CODE,
+    SAVING,
     SHUTDOWN,
+    STATE,
     WAIT,
     Entry,
     Pulse,
+    every_rank,
 )
 
 OWN = "MESHWRIGHT_PULSE"  # set by the launcher: the process it is for, and the file without its suffix
@@ -70,6 +75,11 @@ def doing(what: str, one: int = NONE, two: int = NONE) -> None:
     """Say what this rank does from now on, maybe with numbers of it."""
     if _mine is not None:
         _mine.doing(what, False, one, two)
+
+
+def all_call() -> str:
+    """A hint if this rank is in a call that all ranks make; empty if not, or without a launcher."""
+    return "" if _mine is None else every_rank(_mine.now[0])
 
 
 def step(number: int) -> None:
@@ -147,17 +157,23 @@ __all__ = [
     "FOR_SAVE",
     "IN_STEP",
     "JOB",
+    "LOADING",
+    "MODEL",
     "OWN",
     "OWN_CODE",
     "RAISED",
+    "SAVING",
     "SHUTDOWN",
+    "STATE",
     "STORE",
     "Entry",
     "alive",
+    "all_call",
     "begin",
     "begun",
     "doing",
     "during",
+    "every_rank",
     "job",
     "of",
     "over",

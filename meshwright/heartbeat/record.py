@@ -29,8 +29,24 @@ OWN_CODE, IN_STEP = "the script's own code", "a step"
 ENDED = "the end of its script"  # what a rank comes to last, with an error or without
 SHUTDOWN = "mw.shutdown()"  # the barrier at the end of a script
 FOR_SAVE = "waiting for its save"  # what a rank does while a thread of its own ends a checkpoint
+SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
+STATE, MODEL = "putting the state together", "putting the model together"
+# What a rank does in a call that all ranks make → the call.
+CALLS = {
+    SAVING: "step.save(path)",
+    LOADING: "step.load(path)",
+    STATE: "step.full_state()",
+    MODEL: "step.full()",
+}
 
 Entry = tuple[int, int, int, int]  # kind, group, number, of what
+
+
+def every_rank(doing: str) -> str:
+    """A hint where a rank may be alone in a call that all ranks make; empty where it is in none."""
+    if (call := CALLS.get(doing)) is None:
+        return ""
+    return f"every rank calls {call}: take it out of `if rank == 0:`, and use what it returns on one rank"
 
 
 def stack_signal() -> int:

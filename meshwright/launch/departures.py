@@ -21,7 +21,7 @@ from meshwright.errors import LaunchError
 from meshwright.heartbeat import IN_STEP, SHUTDOWN, generation
 from meshwright.heartbeat.reader import Group, Seen, Waits, long_wait, read
 from meshwright.heartbeat.record import GROUPS
-from meshwright.launch.hang_diagnosis import PLACES, Finding, State, named_ranks, waiting_lines
+from meshwright.launch.hang_diagnosis import PLACES, Finding, State, alone, named_ranks, waiting_lines
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.span import Span
 from meshwright.scheduler.client import Client, Place
@@ -104,7 +104,9 @@ def diagnose(
         return None
     ranks = sorted({g for found in waiting.values() for g in found})
     others = sorted(waiting)
-    lines = waiting_lines({r: State(states[r]) for r in others}, [r for r in others if states[r].waits])
+    of_others = {r: State(states[r]) for r in others}
+    lines = waiting_lines(of_others, [r for r in others if states[r].waits])
+    of_all = {**of_others, **{r: State(None) for r in ranks}}
     for_whom = "it" if len(ranks) == 1 else "them"
     verb = "waits" if len(others) == 1 else "wait"
     what = f"{leaving([gone[r] for r in ranks], world)}, and {named_ranks(others)} {verb} for {for_whom}"
@@ -114,7 +116,7 @@ def diagnose(
         if r in waiting and s.step >= 0
     )
     when = f" {'in' if steps[0][1] else 'after'} step {steps[0][0]}" if steps else ""
-    return Finding(tuple(ranks), what + when, tuple(lines))
+    return Finding(tuple(ranks), what + when, tuple(lines), *alone(of_all, others))
 
 
 def leaving(gone: Sequence[Left], world: int) -> str:

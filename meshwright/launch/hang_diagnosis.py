@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.heartbeat import ENDED, IN_STEP, OWN_CODE
+from meshwright.heartbeat import ENDED, IN_STEP, OWN_CODE, every_rank
 from meshwright.heartbeat.reader import Group, Seen, Waits
 
 MESSAGES = ("sent", "received")  # what stands for axes where a group is the two ends of messages
@@ -34,11 +34,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The ranks that hang, and a line for each of them and for each wait of the others."""
+    """The ranks that hang, and a line for each of them and for each wait of the others. `alone`: those that wait in a
+    call which all ranks make; `hint` names it."""
 
     ranks: tuple[int, ...]
     what: str
     lines: tuple[str, ...]
+    alone: tuple[int, ...] = ()
+    hint: str = ""
 
 
 def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding | None:
@@ -57,7 +60,8 @@ def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding
     if not hanging and for_whom:  # in a circle, and nothing tells who began it
         hanging = sorted(for_whom)
         what = f"{named_ranks(hanging)} of {world} wait for one another"
-        return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(waiting_lines(states, hanging)))
+        lines = waiting_lines(states, hanging)
+        return Finding(tuple(hanging), f"{what}: {_silence(seconds)}", tuple(lines), *alone(states, hanging))
     if not hanging:
         running = {r: s for r, s in states.items() if s.seen and s.process == "running"}
         busy = (OWN_CODE, ENDED)
@@ -70,9 +74,16 @@ def diagnose(states: Mapping[int, State], seconds: float, now: float) -> Finding
     verb = "hangs" if len(hanging) == 1 else "hang"
     if hanging == [r for r in hanging if states[r].process == "stopped"]:
         verb = "is stopped" if len(hanging) == 1 else "are stopped"
-    return Finding(
-        tuple(hanging), f"{named_ranks(hanging)} of {world} {verb}: {_silence(seconds)}", tuple(lines)
-    )
+    what = f"{named_ranks(hanging)} of {world} {verb}: {_silence(seconds)}"
+    return Finding(tuple(hanging), what, tuple(lines), *alone(states, others))
+
+
+def alone(states: Mapping[int, State], waiting: Iterable[int]) -> tuple[tuple[int, ...], str]:
+    """Return those of the waiting ranks that are in a call which all ranks make while another rank is not, and what to
+    do about the call of the first."""
+    does = {rank: state.seen.doing for rank, state in states.items() if state.seen}
+    found = [r for r in waiting if every_rank(does[r]) and any(does.get(o) != does[r] for o in states)]
+    return tuple(found), every_rank(does[found[0]]) if found else ""
 
 
 def cut_off(states: Mapping[int, State], seconds: float) -> Finding | None:
@@ -210,4 +221,4 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-__all__ = ["Finding", "State", "cut_off", "diagnose", "differ", "named_ranks", "waiting_lines"]
+__all__ = ["Finding", "State", "alone", "cut_off", "diagnose", "differ", "named_ranks", "waiting_lines"]

@@ -205,7 +205,7 @@ class Watch:
         of each."""
         stacks = self._stacks()
         lines, where = list(finding.lines), []
-        for rank in finding.ranks[:2]:
+        for rank in dict.fromkeys((*finding.alone[:1], *finding.ranks[:2])):
             frames = _frames(stacks.get(rank, ""))
             if frames and shown:
                 lines.append(f"rank {rank} is at")
@@ -214,6 +214,7 @@ class Watch:
         kept = [self.logs / f"rank{rank}.stack" for rank in finding.ranks[:1] if stacks.get(rank)]
         where += [f"log {self.logs / f'rank{finding.ranks[0]}.log'}", *(f"stacks {p}" for p in kept)]
         why = "\n         ".join(lines)
+        hint = f"{finding.hint}; otherwise {hint}" if finding.hint else hint
         return LaunchError(finding.what, why=why, where=", ".join(where), hint=hint)
 
     def _stacks(self) -> dict[int, str]:

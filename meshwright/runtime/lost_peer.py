@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright import heartbeat
 from meshwright.errors import PEER_LOST, MeshwrightError, PeerLost, RunError
 from meshwright.runtime.stores import Store
 
@@ -128,7 +129,7 @@ def lost(error: RuntimeError, what: str) -> PeerLost | None:
     return another_failed(what) or PeerLost(
         f"another rank has gone, for which this one waited in {what}",
         why=_in_words(str(error)),
-        hint="the launcher says which rank ended first, and the log of that one why",
+        hint=heartbeat.all_call() or "the launcher says which rank ended first, and the log of that one why",
     )
 
 

@@ -109,7 +109,7 @@ class StepState:
         return Generator(model, prompts(model, batch), functools.partial(self.forward_step, model), True)
 
     @with_plain_parameters
-    @heartbeat.during("putting the state together")
+    @heartbeat.during(heartbeat.STATE)
     def full_state(self) -> dict[str, torch.Tensor]:
         """Return full copies of all parameters and buffers by name, for ``model.load_state_dict``. Every rank calls it.
 
@@ -140,7 +140,8 @@ class StepState:
         Raises RunError on all ranks for changes that differ between ranks, and if the copies need more than `memory`
         bytes; BatchError or RunError if ranks have used different batches or options.
         """
-        self.local.comparison.compare(self.local.rank.step)
+        with heartbeat.during(heartbeat.MODEL):
+            self.local.comparison.compare(self.local.rank.step)
         with (
             self.local.state.access.inside(),
             full_model(self.local, self._own_model(), self._model, rank, memory) as model,

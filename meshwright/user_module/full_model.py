@@ -75,7 +75,7 @@ def full_model(
     _check(local, hollow, rank, memory)
     here = rank is None or rank == local.world.rank
     hollow.check()
-    with heartbeat.during("putting the model together"):
+    with heartbeat.during(heartbeat.MODEL):
         for entry, value in copies(local):
             if here:
                 hollow.fill(entry.target, value)

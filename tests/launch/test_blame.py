@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from meshwright.heartbeat import IN_STEP, OWN_CODE
+from meshwright.heartbeat import IN_STEP, OWN_CODE, SAVING
 from meshwright.heartbeat.reader import Group, Seen, Waits
 from meshwright.launch.hang_diagnosis import State, diagnose
 from meshwright.launch.hang_elsewhere import Silent, silent, state_of
@@ -45,6 +45,20 @@ def test_who_waits_for_one_that_waits_for_another_does_not_hang() -> None:
     found = diagnose({0: message, 1: waiting(8), 2: busy(7)}, 10.0, 100.0)
     assert found is not None and found.ranks == (2,)
     assert "rank 0 waits in a receive, 3rd message from rank 1 to rank 0" in found.lines[1]
+
+
+def test_who_alone_makes_a_call_of_all_ranks_is_told_so() -> None:
+    """`if rank == 0: step.save(path)` while the others go on."""
+    seen = waiting(8).seen
+    assert seen is not None
+    saves, steps = State(replace(seen, doing=SAVING)), waiting(7)
+    found = diagnose({0: saves, 1: busy(7), 2: steps}, 10.0, 100.0)
+    assert found is not None and found.alone == (0,)
+    assert "every rank calls step.save(path)" in found.hint and "`if rank == 0:`" in found.hint
+    together = diagnose({0: saves, 1: State(replace(seen, doing=SAVING, waits=None))}, 10.0, 100.0)
+    assert together is not None and not together.alone and not together.hint
+    in_steps = diagnose({0: steps, 1: busy(6), 2: steps}, 10.0, 100.0)
+    assert in_steps is not None and not in_steps.alone and not in_steps.hint
 
 
 @pytest.mark.parametrize("state", [busy(8, process="stopped"), State(waiting(8).seen, "stopped")])

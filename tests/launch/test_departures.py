@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.heartbeat import IN_STEP, OWN_CODE, SHUTDOWN
+from meshwright.heartbeat import IN_STEP, OWN_CODE, SAVING, SHUTDOWN, STATE
 from meshwright.heartbeat.reader import Group, Seen, Waits
 from meshwright.launch.departures import diagnose, left
 from tests.launch.conftest import Launches
@@ -47,6 +47,15 @@ def test_who_waits_for_a_rank_in_shutdown_waits_in_vain() -> None:
     assert finding.lines == (
         "ranks 0, 2 wait in the all_reduce of %a, 8th of ranks 0 to 2 along dp: in step 5",
     )
+
+
+def test_a_call_of_all_ranks_that_others_have_left_out_is_named() -> None:
+    """`if rank == 0: step.full_state()` and its like."""
+    for doing, call in ((STATE, "step.full_state()"), (SAVING, "step.save(path)"), (IN_STEP, "")):
+        waits = seen({ALL: 8}, Waits("all_reduce", ALL, 8), doing)
+        finding = found({0: waits}, in_shutdown({ALL: 7}))
+        assert finding is not None and finding.alone == ((0,) if call else ())
+        assert finding.hint.startswith(f"every rank calls {call}: ") if call else not finding.hint
 
 
 def test_who_has_taken_part_is_not_waited_for() -> None:
@@ -164,6 +173,9 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, how: str, said: s
     done = launches.run("--nproc", 2, launches.script(SCRIPT), how, env=ROOT)
     assert done.returncode == 1
     assert f"LaunchError: rank 1 of 2 {said}" in done.stderr
+    if how == "save":
+        assert "every rank calls step.save(path)" in done.stderr
+        assert f"where: {launches.folder / 'script.py'}:26," in done.stderr
     assert how == "at once" or f"{launches.folder / 'script.py'}:" in done.stderr
     launches.wait_until_gone()
 

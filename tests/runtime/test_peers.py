@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from meshwright import heartbeat
 from meshwright.errors import BatchError, PeerLost
 from meshwright.runtime import lost_peer as peers
 
@@ -38,6 +40,14 @@ def test_a_closed_connection_is_the_end_of_another_rank(store: Any) -> None:
     assert found is not None
     assert found.what == "rank 1 failed: BatchError: rank 1 read 'x' as f64[4]"
     assert found.where == "data.py:3 on rank 1"
+
+
+def test_a_call_of_all_ranks_is_named_by_who_is_alone_in_it(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_mine", SimpleNamespace(now=(heartbeat.STATE, False, -1, -1)))
+    found = peers.lost(CLOSED, "an all_reduce")
+    assert found is not None and "every rank calls step.full_state()" in found.hint
 
 
 def test_the_first_to_fail_is_heard(store: Any) -> None:
