@@ -1,7 +1,7 @@
-"""Refuse a program that mixes dtypes where torch would.
+"""Refuse dtypes that torch would.
 
 On fake tensors some operators accept inputs of two dtypes and raise on real ones, so the export of such a model
-succeeds. The two rules here are those of torch 2.13 on a processor. Operators that promote (`add`, `where`) may mix
+succeeds. The rules here are those of torch 2.13 on a processor. Operators that promote (`add`, `where`) may mix
 dtypes, and operators that check on fake tensors need no rule.
 """
 
@@ -18,6 +18,10 @@ NORMS = frozenset(
     "layer_norm native_layer_norm group_norm native_group_norm instance_norm batch_norm native_batch_norm "
     "_native_batch_norm_legit _native_batch_norm_legit_functional".split()
 )
+CLASSES = frozenset(
+    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward".split()
+)
+OF_CLASSES = ("i64", "f64", "f32", "bf16", "f16")  # of numbers of classes, or of their probabilities
 HALVES = ("bf16", "f16")  # a norm takes f32 parameters for an input of these
 
 
@@ -28,6 +32,8 @@ def check_dtypes(graph: Graph) -> Graph:
         name = name.partition(".")[0]
         if namespace == "aten" and (name in PRODUCTS or name in NORMS):
             _check(graph, node, norm=name in NORMS)
+        elif namespace == "aten" and name in CLASSES:
+            _check_classes(graph, node)
     return graph
 
 
@@ -43,4 +49,16 @@ def _check(graph: Graph, node: Node, *, norm: bool) -> None:
             where=node.where,
             hint="bring model and batch to one dtype, as with batch.to(dtype) or model.to(dtype), "
             "or compute under torch.autocast",
+        )
+
+
+def _check_classes(graph: Graph, node: Node) -> None:
+    target = node.uses[1]
+    kind = graph.types[target]
+    if kind.dtype not in OF_CLASSES:
+        raise CaptureError(
+            f"{node.op} is given targets of {kind.dtype}",
+            why=f"%{target} is {kind}; torch takes numbers of classes as i64",
+            where=node.where,
+            hint="labels.long(), where the batch is made or in the loss",
         )

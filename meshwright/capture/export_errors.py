@@ -114,7 +114,7 @@ class _Plain(torch.nn.Module):
 def _fails_alike(
     error: Exception, model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], Any]
 ) -> bool:
-    """Return whether plain PyTorch raises the same error; on the meta device, so that it computes nothing."""
+    """Return whether a call without a capture raises the same error, on the meta device: it computes nothing there."""
     shapes = map_leaves(batch, lambda x: x.to("meta"))
     plain = _Plain(model, lambda: loss(model, shapes))
     held = {n: x.to("meta") for n, x in (*plain.named_parameters(), *plain.named_buffers())}
@@ -135,7 +135,7 @@ def _of_the_user(error: Exception, loss: Callable[[Any, Any], Any]) -> CaptureEr
             where = f"{Path(code.co_filename).name}:{code.co_firstlineno}  {code.co_name}"
     return CaptureError(
         f"the loss or the model raises {type(error).__name__}",
-        why=f"{_first(error)}; plain PyTorch raises it, too",
+        why=f"{_first(error)}; so does a call without a capture",
         where=where,
         hint=hint,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.capture import capture
-from meshwright.errors import CaptureError
+from meshwright.errors import BatchError, CaptureError
 from meshwright.examples import mlp
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -60,3 +61,34 @@ def test_it_is_told_which_tensors_and_where():
         mw.plan(model.double(), batch, loss=loss, mesh=2)
     assert "%batch_x is f32[12, 16], %enter_weight is f64[24, 16]" in caught.value.why
     assert "mlp.py" in caught.value.where and "autocast" in caught.value.hint
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.bool, F32], ids=str)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_targets_are_refused_as_eager_refuses_them(loss, dtype):
+    model, batch = nn.Linear(8, 4), {"x": torch.ones(6, 8), "y": torch.ones(6, dtype=dtype)}
+
+    def of_classes(model, batch):
+        return loss(model(batch["x"]), batch["y"])
+
+    try:
+        of_classes(model, batch)
+    except RuntimeError:
+        with pytest.raises(CaptureError) as caught:
+            capture(model, batch, of_classes)
+        assert "test_dtypes.py" in caught.value.where and caught.value.hint
+    else:
+        capture(model, batch, of_classes)
+
+
+def test_labels_of_another_dtype_after_the_build_are_refused_before_anything_runs():
+    """With the classes sharded they would be taken, and with them replicated not."""
+    model, batch = nn.Linear(8, 4), {"x": torch.ones(6, 8), "y": torch.ones(6, dtype=torch.int64)}
+    step = mw.train_step(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), batch, mesh=1,
+        loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+    )  # fmt: skip
+    with pytest.raises(BatchError, match=r"'y' is i32\[6\], the step was built for i64\[6\]") as caught:
+        step({**batch, "y": batch["y"].int()})
+    assert "targets of i32" in caught.value.why and "labels.long()" in caught.value.hint
+    step(batch)
