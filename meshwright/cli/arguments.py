@@ -81,13 +81,21 @@ def mesh_sizes(text: str | None) -> Any:
 
 
 def size_bytes(text: str | None) -> int | None:
-    """``70GB`` (10⁹ each), ``70GiB`` (2³⁰), ``1.5e9``. Raises PlanError."""
+    """``70GB`` (10⁹ each), ``70GiB`` (2³⁰), ``1.5e9`` for bytes. Raises PlanError, also for less than a
+    megabyte without a unit."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS:
         raise PlanError(f"{text!r} is not an amount of memory", hint="--memory 70GB, 64GiB or 512MB")
-    return int(float(match[1]) * UNITS[match[2].lower()])
+    found = int(float(match[1]) * UNITS[match[2].lower()])
+    if not match[2] and 0 < found < 10**6:
+        raise PlanError(
+            f"{text.strip()!r} has no unit",
+            why=f"it would be {found} bytes",
+            hint=f"{text.strip()}GB, or {text.strip()}B",
+        )
+    return found
 
 
 NOTHING: dict[str, Any] = {"recompute": "", "offload": ()}  # as the notes of `auto` call it: none

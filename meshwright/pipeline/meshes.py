@@ -127,9 +127,10 @@ def own_meshes(given: Sequence[Mesh]) -> Meshes:
     """The meshes for stages whose places have meshes of their own, in the order of the pipeline. Raises PlanError."""
     if len(given) < 2:
         raise PlanError(
-            f"mesh={list(map(str, given))} is a list of {len(given)}",
-            why="a list has the mesh of each rank of a pipeline, which are two or more",
-            hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]; or one mesh if all stages have the same shape',
+            f"a list or tuple of {len(given)} is given as the mesh"
+            + "".join(f", with {mesh}" for mesh in given),
+            why="a list or tuple has a mesh for each rank of a pipeline, of which there are two or more",
+            hint='one mesh: mesh=4 or mesh={"dp": 2, "tp": 2}; of two stages: mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]',
         )
     along = next((mesh for mesh in given if AXIS in dict(mesh.names)), None)
     if along is not None:

@@ -56,6 +56,7 @@ def test_what_cannot_be_planned_says_why(tmp_path, meshwright):
         ("zoo:mlp", "--mode", "auto"): "--mode auto needs a cluster",
         ("zoo:mlp", "--mesh", "4", "--memory", "70GB"): "--memory needs a cluster",
         ("zoo:mlp", "--mesh", "4", "--memory", "70 lots"): "is not an amount of memory",
+        ("zoo:mlp", "--cluster", "preset:h100:8", "--memory", "10"): "'10' has no unit",
         ("zoo:mlp", "--mesh", "dp=x"): "is not name=size",
         ("zoo:mlp", "--mesh", "4", "--with", 'recompute={"up.*": "full"}'): "recompute=blocks.*:full",
         ("zoo:mlp", "--mesh", "4", "--optimizer", "adamv"): "did you mean 'adam",

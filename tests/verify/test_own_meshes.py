@@ -255,7 +255,8 @@ def test_a_stage_on_more_ranks_takes_more_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("meshes", "options", "what"),
     [
-        ([TWO], {}, "is a list of 1"),
+        ([TWO], {}, "a list or tuple of 1 is given as the mesh"),
+        ((2,), {}, "a list or tuple of 1 is given as the mesh, with ranks=2"),
         ([TWO, None], {}, r"mesh\[1\]=None is not a mesh"),
         ([TWO, {"pp": 2}], {}, "a mesh of a list has an axis pp"),
         ([TWO, CUT], {"pipeline": 3}, "pipeline=3 on 2 ranks"),
