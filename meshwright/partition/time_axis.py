@@ -317,12 +317,37 @@ def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
     node = consumers[0]
     if not has_rule(node.op):
         return not_in_time(node, plan)
+    if changed := _changed_buffer(graph, reshard.uses[0]):
+        return PlanError(
+            f"%{node.name} ({node.op}) reads {changed} after the same step has changed it, which {pieces} cannot",
+            why="a micro-batch begins with the value that the one before it has left, and changes it once; a module "
+            "with such a buffer, as a batch norm has, is applied twice, or its buffer is changed before it is read",
+            where=node.where,
+            hint=f"a module for each application, one application to torch.cat of both inputs, or {unsplit}",
+        )
     return PlanError(
         f"%{node.name} ({node.op}) needs the full batch at once, which {pieces} do not have",
         why="the operator is not linear in a sum over the batch, or reads examples of other pieces",
         where=node.where,
         hint=f"{unsplit}, or write the loss as a sum (or mean) over the examples",
     )
+
+
+def _changed_buffer(graph: Graph, value: str) -> str:
+    """Return the buffer whose value this is between its first change in a step and its last; empty if it is none."""
+    above = _above(graph, value)
+    changed = {entry.target for entry in graph.input_of("buffer") if entry.name in above}
+    return next((t for t, last in graph.mutations if t in changed and value in _above(graph, last)), "")
+
+
+def _above(graph: Graph, value: str) -> set[str]:
+    """Return the values that a value is computed from, itself included."""
+    found, todo = set[str](), [value]
+    while todo:
+        if (one := todo.pop()) not in found:
+            found.add(one)
+            todo += graph.producers[one].uses if one in graph.producers else ()
+    return found
 
 
 __all__ = ["check_in_time", "early_values", "in_time", "not_in_time"]

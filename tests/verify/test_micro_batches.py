@@ -248,6 +248,37 @@ def test_what_needs_the_whole_batch_is_refused(kind: str) -> None:
     mw.verify(model, batch, loss=loss, mesh=2).raise_if_different()  # without them all is well
 
 
+class Twice(torch.nn.Module):
+    """A batch norm that is applied twice, or a buffer that is changed before it is read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.norm = kind, torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "norm":
+            return self.norm(self.up(self.norm(x)))
+        y = self.up(x)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean
+
+
+@pytest.mark.parametrize(("kind", "buffer"), [("norm", "norm.running_mean"), ("mean", "mean")])
+@pytest.mark.parametrize("pipeline", (1, 2))
+def test_a_buffer_that_is_read_after_its_change_is_refused(kind: str, buffer: str, pipeline: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Twice(kind), torch.randn(32, 4)
+    how: dict[str, Any] = {"loss": lambda model, batch: model(batch).square().mean(), "mesh": 2}
+    with pytest.raises(
+        PlanError, match=rf"reads {buffer} after the same step has changed it, which 2"
+    ) as caught:
+        mw.plan(model, batch, **how, micro_batches=2, pipeline=pipeline)
+    assert "torch.cat" in caught.value.hint and "micro_batches=1" in caught.value.hint
+    assert "test_micro_batches.py" in caught.value.where
+    mw.verify(model, batch, **how).raise_if_different()
+
+
 def _factors(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lu_factor(x)[0]
 
