@@ -224,8 +224,10 @@ def _best(
     near = neighbours(made, over, best)
     for _ in range(TECHNIQUES.moves):  # what is simulated last is not ranked by estimates alone
         other = quicker(made, over, near, best)
-        if other is None or stop.now():
+        if other is None:
             break
+        if stop.now():
+            return _bounded(planner, space, min(chosen, other, key=step_of))
         best = other
         few = in_the_same_layers(planner, best, chosen) or fewer_layers(planner, best)
         if step_of(few) <= (1 + TECHNIQUES.as_quick) * step_of(chosen):  # a plainer one may be as quick

@@ -20,6 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.search import joint
 from meshwright.search.budget import TECHNIQUES
 from meshwright.search.joint.dimensions import pieces_of
+from meshwright.search.joint.neighbours import quicker
 from meshwright.search.planner import Planner, SearchResult
 from meshwright.search.solve import NoStates, solve_limited
 from tests.breadth import first
@@ -283,6 +284,23 @@ def test_a_first_answer_is_a_recipe_under_what_makes_it_fit(monkeypatch: pytest.
 def test_nothing_that_was_simulated_is_quicker(model: str, mesh: str, share: float) -> None:
     said = [note for note in tight(model, mesh, share).notes if "next best" in note]
     assert said and not any(" at -" in note for note in said), said
+
+
+def test_what_is_found_to_be_quicker_when_a_search_ends_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a next best at less than nothing."""
+    seen: list[float] = []
+
+    def found_at_the_end(made: Any, over: Any, near: Any, best: SearchResult) -> SearchResult | None:
+        other = quicker(made, over, near, best)
+        if other is not None:
+            made.planner.request.stop.interrupt()
+            seen.extend(one.claims["step_seconds"] for one in (best, other))
+        return other
+
+    monkeypatch.setattr("meshwright.search.joint.quicker", found_at_the_end)
+    plan = planned("wide mlp", "2", 0.6)
+    assert seen[1] < seen[0] and plan.claims["step_seconds"] == pytest.approx(seen[1])
+    assert not any(" at -" in note for note in plan.notes)
 
 
 def test_what_the_host_has_no_room_for_is_said() -> None:
