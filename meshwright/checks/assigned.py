@@ -9,9 +9,9 @@ ANEW = "mw.train_step(…, {0}=…) of a model that is built again; step.save(pa
 BESIDE = "another step of this model, mw.train_step(model, optimizer, batch, loss=…), which trains the same weights"
 HINTS = {
     **dict.fromkeys(Options.__annotations__, ANEW),
-    **dict.fromkeys(("mode", "pins", "cluster", "memory", "tune", "exact_random", "seed", "device"), ANEW),
-    **dict.fromkeys(("bucket_bytes", "max_programs", "compile", "cache", "broadcast", "init"), ANEW),
-    **dict.fromkeys(("skip_nonfinite", "scaler", "staleness", "weight"), ANEW),
+    **dict.fromkeys(("plan", "mesh", "mode", "pins", "cluster", "memory", "tune"), ANEW),
+    **dict.fromkeys(("exact_random", "seed", "device", "bucket_bytes", "max_programs", "compile"), ANEW),
+    **dict.fromkeys(("cache", "broadcast", "init", "skip_nonfinite", "scaler", "staleness", "weight"), ANEW),
     **dict.fromkeys(("model", "batch", "loss"), BESIDE),
     "lr": "for group in step.optimizer.param_groups: group['lr'] = …, or a scheduler that is built on step.optimizer",
 }

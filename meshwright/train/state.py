@@ -57,10 +57,15 @@ class StepState:
     ) -> None:
         """`temporary`: buffers that the model makes anew, which no file need have. `model`: the user's module, and what
         of it the step holds."""
-        self.local, self.plan = local, plan
+        self.local, self._plan = local, plan
         self._model, self._hollow = model, hollow
         self._temporary = frozenset(temporary)
         self._saves = Saves(local, plan, self._temporary)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all ranks."""
+        return self._plan
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises RunError: `copy.deepcopy`, `pickle` and `torch.save` come here."""

@@ -300,7 +300,7 @@ class TrainStep(StepState):
     def become(self, local: LocalStep, parts: Partition, programs: ProgramTable) -> None:
         """Go on with another program over the same state: that of the ranks that are left."""
         self.local = self._last = local
-        self.parts, self.plan, self._programs = parts, parts.requested, programs
+        self.parts, self._plan, self._programs = parts, parts.requested, programs
         self._saves.follow(local, self.plan)
 
     @property

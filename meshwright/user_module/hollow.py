@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.capture.convert import FORMER
 from meshwright.errors import RunError
@@ -119,6 +120,7 @@ class Hollow:
         self._former: dict[str, list[Callable[[], torch.UntypedStorage | None]]] = {}
         self._lent: dict[str, int] | None = None  # checksums of what `lend` has put there
         self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._loads: list[RemovableHandle] = []  # of what refuses load_state_dict, while there are no values
 
     def take(self, names: Iterable[str]) -> None:
         """Empty the tensors of these names, one for each that are tied."""
@@ -141,6 +143,12 @@ class Hollow:
             for entries in (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
             for name, value in entries.items()
         ]
+        self._refuse_loads(model)
+
+    def _refuse_loads(self, model: torch.nn.Module | None) -> None:
+        """Have ``load_state_dict`` refused at once: torch would list the same error for each tensor."""
+        if model is not None and not self._loads:
+            self._loads = [m.register_load_state_dict_pre_hook(_no_load) for m in model.modules()]
 
     def check(self) -> None:
         """Before a step: empty what `lend` has filled. Raises RunError where a parameter, buffer or module was
@@ -172,6 +180,8 @@ class Hollow:
 
     def fill(self, name: str, value: torch.Tensor) -> None:
         """Give a tensor its values, of which it is the owner from then on."""
+        while self._loads:
+            self._loads.pop().remove()
         x = self.tensors[name]
         _become(x, self._kinds[name])
         x.data = value.to(x.device)
@@ -188,6 +198,7 @@ class Hollow:
         for name, x in self.tensors.items():
             if type(x) not in _KINDS:
                 self._empty(name)
+        self._refuse_loads(self._model())
 
     def problem(self) -> tuple[str, str]:
         """Describe what prevents values from being taken back after the module was filled, and what to write instead;
@@ -239,6 +250,16 @@ class Hollow:
         x.grad, x.data = None, self._voids[name]
         vars(x).update({"held_as": name, "_flag": x.requires_grad, FORMER: self._former[name]})
         _become(x, HollowParameter if isinstance(x, torch.nn.Parameter) else HollowBuffer)
+
+
+def _no_load(module: torch.nn.Module, *_: Any) -> None:
+    if all(type(x) not in _KINDS for x in _tensors_of(module).values()):
+        return
+    raise RunError(
+        "load_state_dict of a model whose values a training step holds",
+        why="steps do not change the module, and do not look at it",
+        hint=TO_WRITE,
+    )
 
 
 def _become(x: torch.Tensor, kind: type) -> None:
