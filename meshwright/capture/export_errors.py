@@ -83,6 +83,13 @@ def explained(
             where=line_of_error(error),
             hint="make the batch where the model is: with torch.device('meta'): batch = …",
         )
+    if "numpy() is not supported" in first:
+        return CaptureError(
+            "the loss or the model hands a tensor to numpy",
+            why="numpy would compute once, when the program is captured, and without a gradient",
+            where=line_of_error(error),
+            hint=f"functions of torch, as torch.exp(x) for np.exp(x.numpy()); or {AS_IT_IS}",
+        )
     where, hint = line_of_error(error), "write it with torch.where, or " if depends else ""
     if depends and "layerdrop" in where:  # some models of transformers skip layers at random
         hint = "layerdrop=0 in its configuration (encoder_layerdrop and decoder_layerdrop for some), or "

@@ -135,7 +135,8 @@ class StepState:
         Every rank calls it.
 
         Outside the block the module has no values, and reading them raises an error. Changes to weights inside the
-        block are kept if all ranks make the same ones.
+        block are kept if all ranks make the same ones. ``p.grad`` is None there; `parameters` have this rank's shards
+        of gradients.
 
         Args:
             rank: The only rank that gets the model; the others get None, and changes raise an error. By default all

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,8 +28,12 @@ def of_one(model: Any) -> torch.Tensor:
 
 
 LOSSES: dict[str, tuple[Any, str, str]] = {
-    "swapped": (swapped, "raises TypeError", "test_errors_of_the_code.py:22  return model(batch"),
-    "of one argument": (of_one, "raises TypeError", "test_errors_of_the_code.py:25  of_one"),
+    "swapped": (
+        swapped,
+        "raises TypeError",
+        f"{HERE}:{swapped.__code__.co_firstlineno + 1}  return model(batch",
+    ),
+    "of one argument": (of_one, "raises TypeError", f"{HERE}:{of_one.__code__.co_firstlineno}  of_one"),
     "a function of torch": (F.mse_loss, "raises AttributeError", ""),
     "a module of torch": (nn.MSELoss(), "raises AttributeError", ""),
 }
@@ -64,10 +69,12 @@ def test_a_mistake_in_the_model_is_told_with_its_line(name: str, device: str) ->
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
 
 
-def test_what_only_a_capture_cannot_is_no_mistake_of_the_code() -> None:
-    with pytest.raises(CaptureError, match="cannot be exported") as caught:
-        capture(*net(lambda model, x: model.a(x) * float(x.numpy().mean())), mean_loss)
-    assert "manual_step" in caught.value.hint
+@pytest.mark.parametrize("numbers", [lambda x: float(x.numpy().mean()), lambda x: float(np.exp(x).mean())])
+def test_what_only_a_capture_cannot_is_no_mistake_of_the_code(numbers: Any) -> None:
+    with pytest.raises(CaptureError, match="hands a tensor to numpy") as caught:
+        capture(*net(lambda model, x: model.a(x) * numbers(x)), mean_loss)
+    assert "torch.exp(x) for np.exp" in caught.value.hint and "manual_step" in caught.value.hint
+    assert HERE in caught.value.where
 
 
 @pytest.mark.parametrize("names", ["y", "x, y"])

@@ -146,5 +146,11 @@ def test_what_ranks_would_draw_apart_is_refused() -> None:
     proved(Recurrent(0.0), x, "tp")
     with pytest.raises(RuleError, match=r"lstm\.input draws random numbers that would differ between ranks"):
         mw.verify(Recurrent(0.3), x, loss=lambda m, b: m(b), mesh=2)
-    with pytest.raises(RuleError, match=r"rrelu\.default draws random numbers"):
+    with pytest.raises(RuleError, match=r"rrelu\.default draws random numbers") as caught:
         mw.verify(Recurrent(0.5).eval(), x, loss=lambda m, b: m(b), mesh=2)
+    assert caught.value.hint == "F.leaky_relu" and caught.value.why
+    with pytest.raises(RuleError, match=r"multinomial\.default draws random numbers") as caught:
+        mw.verify(
+            Recurrent(0.0), x, loss=lambda m, b: (m.up(b)[0].softmax(-1).multinomial(1) * m(b)).mean(), mesh=2
+        )
+    assert "F.gumbel_softmax" in caught.value.hint

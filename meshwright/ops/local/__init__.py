@@ -57,6 +57,14 @@ LOCAL: dict[str, Localizer] = {
     **dict.fromkeys(random.KINDS, random.random),
 }  # fmt: skip
 
+BETWEEN = "nn.Dropout between recurrent layers of one layer each"
+# Operators that draw in their own code → what to write instead.
+OTHER_DRAWS = {
+    **dict.fromkeys(("lstm", "gru", "rnn"), BETWEEN),
+    "rrelu": "F.leaky_relu",
+    "multinomial": "F.gumbel_softmax(logits, hard=True) for one-hot rows, or numbers of classes by "
+    "(logits - torch.empty_like(logits).exponential_().log()).argmax(-1)",
+}
 # They accept empty matrices. Schedules that delay the gradients of weights delay those of each of them on all ranks, or
 # ranks would begin the collectives behind them in different orders.
 MULTIPLY_EMPTY = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default"})
@@ -79,9 +87,10 @@ def localize(
     if site.node.kwarg("seed") is not None:
         raise RuleError(
             f"{site.node.op} draws random numbers that would differ between ranks",
+            why="no kernel draws the numbers of one device for it on every rank",
             where=site.node.where,
-            hint="nn.Dropout between recurrent layers of one layer each; F.leaky_relu; known: "
-            + ", ".join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli))),
+            hint=next((hint for name, hint in OTHER_DRAWS.items() if name in site.node.op), "")
+            or f"known: {', '.join(sorted(k for k, v in LOCAL.items() if v in (random.random, random.bernoulli)))}",
         )
     # Few operators accept an empty tensor on every device, and their results would be empty as well.
     empty = site.node.op not in MULTIPLY_EMPTY and all(0 in t.shape for t in sharded.outputs)
