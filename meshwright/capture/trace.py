@@ -361,7 +361,7 @@ def _trace(
 
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose a program. An operator that cannot have sizes of no value is told by what made them."""
+    """Decompose a program. Raises CaptureError, with the line that made it, for a size that an operator refuses."""
     try:
         return program.run_decompositions({})
     except Exception:
