@@ -40,6 +40,7 @@ FIRST = 1e-3  # seconds of a search whose first answer is enough
 
 
 NO_LOSS = "no loss was given, so it is model(batch), or model(**batch).loss of a mapping"
+LABELS = "labels in the batch, of which a Hugging Face model makes its loss"
 
 
 def plan(
@@ -228,7 +229,8 @@ def captured_of(model: torch.nn.Module, batch: Any, loss: Loss, cache: str | Pat
             raw = capture_graph(model, batch, loss, cache=folder)
     except CaptureError as error:
         if loss is default_loss and ("scalar" in error.what or error.where.startswith("loss_value.py")):
-            raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=GIVE_LOSS) from error
+            hint = f"{LABELS}, or {GIVE_LOSS}" if "returned NoneType" in error.why else GIVE_LOSS
+            raise CaptureError(error.what, why=f"{NO_LOSS}; {error.why}", hint=hint) from error
         raise
     captured = Captured(renumber(raw.graph), raw.constants, raw.folding, raw.notes, raw.shape)
     _captured[model] = (key, captured, Guards.of(model, loss, batch))

@@ -74,10 +74,12 @@ def from_config(
         except ModelError:
             raise
         except Exception as error:  # a constructor fails in as many ways as there are models
+            keys = [k for k, v in data.items() if isinstance(error, KeyError) and error.args == (v,)]
             raise ModelError(
                 f"{maker.__name__} cannot be built from {file}",
                 why=f"{type(error).__name__}: {error}".partition("\n")[0],
-                hint="compare the sizes in the file with a published configuration of this model",
+                where=f"{file}: {', '.join(keys)}" if keys else "",
+                hint=f"compare {' and '.join(keys) or 'the sizes'} with a published configuration of this model",
             ) from None
     _capturable(model)
     if kind == "causal" and getattr(model, "loss_type", "") is None:

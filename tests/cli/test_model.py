@@ -182,6 +182,12 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
     assert "no architecture 'LlamaForCasualLM'" in text and "did you mean 'LlamaForCausalLM'" in text
     text = refused(f"hf:{config(tmp_path, 'llama', num_attention_heads='four')}")
     assert "not a valid configuration of llama" in text and "num_attention_heads" in text
+    text = refused(f"hf:{config(tmp_path, 'llama', hidden_act='swiglu')}")
+    assert (
+        "KeyError: 'swiglu'" in text
+        and "compare hidden_act with" in text
+        and "config.json: hidden_act" in text
+    )
 
 
 def test_a_class_may_be_named_in_other_case(tmp_path):
@@ -271,6 +277,13 @@ def test_where_the_loss_is_missing_it_is_said_what_to_return(batch, tmp_path):
     with pytest.raises(CaptureError) as error:
         captured_of(opened.model, opened.batch, opened.loss)
     assert "no loss was given" in error.value.why and "return model, batch, loss" in error.value.hint
+
+
+def test_a_hugging_face_model_without_labels_is_said_to_lack_them(tmp_path):
+    opened = open_model(f"hf:{config(tmp_path, 'llama')}")
+    with pytest.raises(CaptureError, match="not a scalar tensor") as error:
+        captured_of(opened.model, {"input_ids": opened.batch["input_ids"]}, default_loss)
+    assert error.value.hint.startswith("labels in the batch")
 
 
 def test_examples_open_by_name():
