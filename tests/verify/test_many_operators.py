@@ -95,3 +95,15 @@ def test_what_lies_between_two_layers(
     assert not [record.getMessage() for record in caplog.records if "no rule" in record.getMessage()]
     assert all(f"{letter}={axis}" in plan.explain().replace("batch", "d0") for letter, axis in pins.items())
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
+
+
+def test_a_view_without_elements() -> None:
+    """A loss of the next token has none for a batch of sequences of one token."""
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        logits = model(batch)
+        pairs = logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        return F.cross_entropy(*pairs, reduction="sum") + logits.square().mean()
+
+    model, batch = torch.nn.Embedding(11, 11), torch.randint(11, (5, 1))
+    mw.verify(model, batch, loss=loss, mesh={"dp": 2}).raise_if_different()

@@ -11,6 +11,7 @@ from meshwright.ops.special.build import (
     letters,
     line,
     make,
+    replicated,
     shapes_in,
     text_of,
 )
@@ -19,7 +20,9 @@ SHORT = "its parts are too short to shard"
 
 
 def view(node: Node, types: Types) -> Rule:
-    """The same elements in the same order. The analysis of the graph determines its letters."""
+    """The same elements in the same order. The analysis of the graph determines its letters, if there are elements."""
+    if 0 in node.outputs[0].shape:
+        return replicated(node, types, "it has no elements")
     return Rule(((),), ((),), {}, terms=((0,),), flattened=True)
 
 
