@@ -76,3 +76,28 @@ def test_the_whole_state_is_a_copy_that_the_model_loads() -> None:
 
 def test_a_file_that_is_not_there_is_no_hint_for_itself() -> None:
     assert "nofile.py" not in did_you_mean("nofile.py", ["train.py"])
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def test_a_state_with_two_values_for_one_tensor_is_refused() -> None:
+    """PyTorch takes the last one, which nobody asked for: the checkpoint is of a model without the tie."""
+    step = mw.train_step(
+        Tied(), torch.optim.SGD, torch.arange(5), loss=lambda m, b: m(b).square().mean(), mesh=1
+    )
+    before = step.full_state()
+    state = {"table.weight": torch.full((5, 3), torch.nan), "head.weight": torch.ones(5, 3)}
+    with pytest.raises(RunError, match=r"head\.weight is tied to table\.weight in the model, and has other"):
+        step.load_state_dict(state)
+    assert torch.equal(step.full_state()["table.weight"], before["table.weight"])
+    state["head.weight"] = state["table.weight"].clone()
+    step.load_state_dict(state)
+    assert step.full_state()["head.weight"].isnan().all()

@@ -201,6 +201,13 @@ def load_full(
             problems.append(f"{name} is a {type(x).__name__}, not a tensor")
         elif name in shapes and tuple(x.shape) != shapes[name]:
             problems.append(f"{name} is {tuple(x.shape)} there and {shapes[name]} in the model")
+    for entry in entries if not problems else ():
+        name, *tied = [n for n in (entry.target, *entry.ties) if n in state] or [""]
+        problems += [
+            f"{n} is tied to {name} in the model, and has other values than it there"
+            for n in tied
+            if not _equal(state[n], state[name])
+        ]
     digest = ""
     if not problems:
         digest = str([(n, str(x.dtype), checksum(x)) for n, x in sorted(found.items())])
@@ -226,6 +233,11 @@ def load_full(
         for name, x in others.items():
             if name in state:
                 x.copy_(state[name])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for one tensor, and for equal values, of which some may be NaN."""
+    return one is other or torch.allclose(one, other.to(one), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 __all__ = ["copies", "full_model", "gathered", "load_full", "put"]
