@@ -36,6 +36,7 @@ from meshwright.generate.shell import (
     parameters_of,
     prompts,
     shell_of,
+    stops_of_first,
     text_config,
 )
 from meshwright.inference.forward_program import Outputs
@@ -104,6 +105,7 @@ class Generator:
         ahead = how.get("max_new_tokens", config.max_new_tokens)
         if ahead is None:
             ahead = (how.get("max_length", config.max_length) or 0) - input_ids.shape[1]
+        how = stops_of_first(config, how, self.first.local.world, self._device)
         how = moved({**how, "past_key_values": RankCache(max(int(ahead), 1))}, self._device)
         with self.first.access.inside(), draws_of_first(self.first.local.world, self._device):
             found = self._shell.generate(input_ids.to(self._device), **how)

@@ -32,6 +32,10 @@ REFUSED = {
     "prompt_lookup_num_tokens": (lambda v: v is not None, "one token comes at a time"),
     "penalty_alpha": (lambda v: bool(v), "one token comes at a time"),
     "dola_layers": (lambda v: v is not None, "programs return only logits"),
+    "guidance_scale": (
+        lambda v: v not in (None, 1),
+        "it reads the prompts a second time, into a cache of its own",
+    ),
     "custom_generate": (lambda v: v is not None, "the loop is transformers' own"),
 }
 
@@ -153,7 +157,9 @@ def check_equal(ids: torch.Tensor, how: Mapping[str, Any]) -> None:
             return f"{value.dtype}{list(value.shape)} {checksum(value)}"
         if hasattr(value, "to_json_string"):
             return str(value.to_json_string())
-        plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+        if isinstance(value, list | tuple):  # a processor in it is said by its kind: its address differs
+            return f"[{', '.join(map(word, value))}]"
+        plain = value is None or isinstance(value, bool | int | float | str)
         return repr(value) if plain else a_type(value)
 
     mine = {"input_ids": word(ids), **{name: word(value) for name, value in how.items()}}
@@ -166,6 +172,31 @@ def check_equal(ids: torch.Tensor, how: Mapping[str, Any]) -> None:
                 why="all ranks compute one batch of prompts together",
                 hint="the same prompts and options on all ranks; data parallelism takes each rank's part of them",
             )
+
+
+def stops_of_first(
+    config: Any, how: Mapping[str, Any], comm: Communicator, device: torch.device
+) -> dict[str, Any]:
+    """Arguments with which all ranks stop where rank 0 does: clocks differ, and what the user's criteria read may."""
+    from transformers.generation import stopping_criteria as of_transformers
+
+    given: list[Any] = list(how.get("stopping_criteria") or ())
+    timed, seconds = of_transformers.MaxTimeCriteria, how.get("max_time", config.max_time)
+    if seconds is not None and not any(isinstance(c, timed) for c in given):
+        given.append(timed(seconds))
+    # the others of transformers read tokens and options alone, and some replace those of the same kind
+    known = [c for c in given if type(c).__module__ == of_transformers.__name__ and not isinstance(c, timed)]
+    asked: Any = of_transformers.StoppingCriteriaList([c for c in given if c not in known])
+    if comm.mesh.size == 1 or not asked:
+        return dict(how)
+
+    def stops(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        done = asked(ids, scores, **more).to(device, torch.uint8)
+        comm.broadcast(done, 0)
+        return done.bool()
+
+    every: list[Any] = [*known, stops]
+    return {**how, "max_time": None, "stopping_criteria": of_transformers.StoppingCriteriaList(every)}
 
 
 def moved(how: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -205,4 +236,5 @@ __all__ = [
     "parameters_of",
     "prompts",
     "shell_of",
+    "stops_of_first",
 ]

@@ -160,6 +160,17 @@ if sys.argv[1] == "tp":
     caches = [p.layout for p in list(generator._programs.values())[1].local.batches.micro_batches[0][-4:]]
     assert [str(c) for c in caches] == ["[2, 2/tp, 32, 8]"] * 4, caches
 
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+equal(generator, "processors", max_new_tokens=12, logits_processor=LogitsProcessorList([lambda ids, scores: -scores]))
+length = ids.shape[1] + 5
+stops = StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] > (96 if rank or ids.shape[1] < length else -1)])
+found = generator.generate(ids, attention_mask=mask, max_new_tokens=12, stopping_criteria=stops)
+assert found.shape[1] == length  # where rank 0 stops
+if rank:  # its clock goes slower
+    __import__("transformers.generation.stopping_criteria").generation.stopping_criteria.time.time = lambda: 0.0
+found = generator.generate(ids, attention_mask=mask, max_new_tokens=12, max_time=1e-9)
+assert found.shape[1] == ids.shape[1] + 1
+
 def refused(word, ids=ids, **how):
     try:
         generator.generate(ids, **how)
@@ -169,6 +180,7 @@ def refused(word, ids=ids, **how):
         raise AssertionError(word)
 
 refused("num_beams=2", num_beams=2)
+refused("guidance_scale=1.5", guidance_scale=1.5)
 refused("rank 1 generates with another max_new_tokens", max_new_tokens=4 + rank)
 refused("token ids are int64", ids.float())
 if sys.argv[1] in ("dp", "tp"):
