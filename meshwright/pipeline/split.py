@@ -5,7 +5,9 @@ possible time of the slowest stage, then, among all splits within a percent of t
 bytes. For graphs with very many edges, only the places with the fewest bytes across and enough others are considered.
 
 Operators that depend only on the batch's integers and on constants (masks, positions, rotary tables), or only on
-parameters (casts), belong to no stage: each stage that reads them computes its own copy.
+parameters (casts), belong to no stage: each stage that reads them computes its own copy. Those that follow from buffers
+without the batch (counts of steps, norms of weights by power iteration) are added afterwards: the graph has them first,
+wherever the model does.
 """
 
 from __future__ import annotations
@@ -72,14 +74,17 @@ def split(
     Raises PlanError if there are too few operators, pins go backward, or no split fits into memory.
     """
     free = copied(graph)
-    nodes = [n for n in graph.nodes if n.name not in free]
+    early = _before_the_batch(graph, free)
+    nodes = [n for n in graph.nodes if n.name not in free and n.name not in early]
     if stages < 1 or stages > len(nodes):
         raise PlanError(
             f"{stages} pipeline stages for a model of {len(nodes)} operators",
             why="each stage needs at least one",
             hint=f"pipeline={min(max(len(nodes) // 4, 1), 4)}",
         )
-    pinned_to = {name: stage for name, stage in (pins or {}).items() if name not in free}
+    wanted = {name: stage for name, stage in (pins or {}).items() if name not in free}
+    _check_numbers(graph, wanted, stages)
+    pinned_to = {name: stage for name, stage in wanted.items() if name not in early}
     each = [costs] * stages if isinstance(costs, Costs) else costs
     known = {id(c): _Room(graph, nodes, c) for c in {id(c): c for c in each}.values()}
     rooms = [known[id(c)] for c in each]
@@ -102,7 +107,8 @@ def split(
     )
     edges = [0, *ends]
     of = {nodes[n].name: s for s in range(stages) for n in range(places[edges[s]], places[edges[s + 1]])}
-    _keep_together(graph, of, pinned_to)
+    _place(graph, of, early, wanted)
+    _keep_together(graph, of, wanted)
     return Split(
         of,
         free,
@@ -140,6 +146,26 @@ def copied(graph: Graph) -> frozenset[str]:
         if known:
             found.add(node.name)
     return frozenset(found)
+
+
+def _before_the_batch(graph: Graph, free: frozenset[str]) -> frozenset[str]:
+    """The other nodes that read nothing of the batch: they follow from buffers that the step replaces."""
+    later = {i.name for i in graph.input_of("batch")}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if later.intersection(node.uses):
+            later.update(node.values)
+        elif node.name not in free:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _place(graph: Graph, of: dict[str, int], early: frozenset[str], wanted: Mapping[str, int]) -> None:
+    """Add the nodes before the batch: each in the stage that the user wants, but in no later one than its readers, and
+    in the first if there are none, which has what only some programs of a model read."""
+    for node in (n for n in reversed(graph.nodes) if n.name in early):
+        readers = [of[r.name] for v in node.values for r, _ in graph.consumers[v] if r.name in of]
+        of[node.name] = min(*readers, wanted.get(node.name, 0)) if readers else 0
 
 
 def crossing(graph: Graph, of: Mapping[str, int], cut: int) -> tuple[str, ...]:
@@ -271,38 +297,43 @@ def _allowed(
     return has & free & _forward(places)
 
 
-def _check_order(nodes: Sequence[Node], pinned_to: Mapping[str, int], stages: int) -> None:
-    latest: tuple[int, Node] | None = None
-    used = taken = 0  # stages that have operators so far, and how many operators
+def _told(node: Node) -> str:
+    return node.module or f"%{node.name}"
 
-    def told(node: Node) -> str:
-        return node.module or f"%{node.name}"
 
-    for number, node in enumerate(nodes):
-        stage = pinned_to.get(node.name)
-        if stage is None:
-            continue
+def _check_numbers(graph: Graph, wanted: Mapping[str, int], stages: int) -> None:
+    for node in graph.nodes:
+        stage = wanted.get(node.name, 0)
         if not 0 <= stage < stages:
             raise PlanError(
-                f"{told(node)} is assigned to stage {stage}",
+                f"{_told(node)} is assigned to stage {stage}",
                 why=f"there are {stages} stages, from 0 to {stages - 1}",
                 where=node.where,
                 hint=f"pipeline={stage + 1}, or a stage below {stages}",
             )
+
+
+def _check_order(nodes: Sequence[Node], pinned_to: Mapping[str, int], stages: int) -> None:
+    latest: tuple[int, Node] | None = None
+    used = taken = 0  # stages that have operators so far, and how many operators
+    for number, node in enumerate(nodes):
+        stage = pinned_to.get(node.name)
+        if stage is None:
+            continue
         if latest is not None and stage < latest[0]:
             raise PlanError(
-                f"{told(node)} is assigned to stage {stage}, after {told(latest[1])} in stage {latest[0]}",
+                f"{_told(node)} is assigned to stage {stage}, after {_told(latest[1])} in stage {latest[0]}",
                 why="values go from a stage to a later one",
                 where=node.where,
                 hint="stages that grow in the order in which the model runs",
             )
         if latest is None or stage > latest[0]:
             _check_room(
-                used, stage, number - taken, f"before {told(node)}, which is assigned to stage {stage}"
+                used, stage, number - taken, f"before {_told(node)}, which is assigned to stage {stage}"
             )
         latest, used, taken = (stage, node), stage + 1, number + 1
     if latest is not None:
-        after = f"after {told(latest[1])}, which is assigned to stage {latest[0]}"
+        after = f"after {_told(latest[1])}, which is assigned to stage {latest[0]}"
         _check_room(used, stages, len(nodes) - taken, after)
 
 

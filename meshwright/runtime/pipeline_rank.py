@@ -74,6 +74,10 @@ class Pipeline:
         """True if this rank has an input of the program."""
         return self.comm.place in self.holders[name]
 
+    def reads_nowhere(self, name: str) -> bool:
+        """True if no stage reads an input of the program: then it may be wherever an earlier program has it."""
+        return self.holders[name] == (PipelineRank(0),) and not any(name in stage.reads for stage in self.cut)
+
     def owns(self, name: str) -> bool:
         """True on the first rank that has an input; it counts what must be counted once."""
         return self.comm.place == self.holders[name][0]

@@ -54,6 +54,8 @@ class RankWeights:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         for name, entry in self.inputs.items():
             if entry.role in ("parameter", "buffer"):
+                if pipe is not None and entry.target in state.kept and pipe.reads_nowhere(name):
+                    pipe.holders[name] = state.kept[entry.target].holders
                 state.keep(self._kept(entry))
             if entry.role != "batch" and (pipe is None or pipe.holds(name)):
                 self._make_leaf(entry, values, name in held)

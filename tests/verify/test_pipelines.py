@@ -384,3 +384,31 @@ def test_a_plan_file_says_the_stages(tmp_path: Any) -> None:
         text = (tmp_path / "plan.json").read_text().replace('"1": [', f'"{number}": [', 1)
         with pytest.raises(PlanError, match=what):
             mw.verify(model, batch, loss=loss, plan=mw.Plan.from_json(text))
+
+
+class Normed(torch.nn.Module):
+    """Layers whose buffers follow from no example: a count of steps, and a power iteration of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)
+        self.inner = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 8))
+        self.leave, self.last = torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.leave(torch.tanh(self.inner(self.norm(self.enter(x))))))
+
+
+@pytest.mark.parametrize(
+    "pins", ({"enter": 0, "last": 1}, {"enter": 0, "norm": 1}, {"inner": 0, "leave": 1}), ids=str
+)
+def test_modules_with_buffers_of_their_own_in_chosen_stages(pins: dict[str, int]) -> None:
+    """The graph has what follows from buffers alone before everything that reads the batch."""
+    torch.manual_seed(0)
+    model, batch = Normed(), torch.randn(8, 6)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - 1).square().mean()
+
+    plan = mw.plan(model, batch, loss=loss, mesh={"dp": 1}, pipeline=2, micro_batches=2, stages=pins)
+    mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
