@@ -88,6 +88,8 @@ def convert(traced: Trace, model: torch.nn.Module) -> tuple[Graph, dict[str, tor
         nodes.append(_node(fx, refs, traced))
         refs[fx.name] = Ref(fx.name)
     outputs, mutations = _results(program, refs, traced.labels)
+    first = {alias: i.target for i in inputs for alias in i.ties}
+    mutations = tuple((first.get(target, target), value) for target, value in mutations)
     name = type(model).__name__
     return Graph(name, tuple(inputs), tuple(nodes), outputs, mutations), constants
 

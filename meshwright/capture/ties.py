@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -14,4 +16,19 @@ def ties_of(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in groups.values() for name in names}
 
 
-__all__ = ["ties_of"]
+def drop_unread_names(program: torch.export.ExportedProgram, ties: Sequence[Sequence[str]]) -> None:
+    """Leave, of the inputs of an exported program that are one tensor, those that it reads: decomposition fails where
+    the tensor is written in place and another input has the same memory. `ties`: all names of each tensor."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    others = {name: names for names in ties for name in names if len(names) > 1}
+    read = {spec.target for spec in specs if nodes[spec.arg.name].users}
+    for spec in tuple(specs):
+        node = nodes[spec.arg.name]
+        if not node.users and not read.isdisjoint(others.get(spec.target or "", ())):
+            specs.remove(spec)
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+__all__ = ["drop_unread_names", "ties_of"]

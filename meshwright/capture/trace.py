@@ -42,7 +42,7 @@ from meshwright.capture.past_autograd import PastAutograd, refuse_to_forget
 from meshwright.capture.pytree import leaves, rebuild, without_aliases
 from meshwright.capture.quiet import without_dumps
 from meshwright.capture.stand_ins import cumulative_norms, stand_in
-from meshwright.capture.ties import ties_of
+from meshwright.capture.ties import drop_unread_names, ties_of
 from meshwright.core.graph import LOSS
 from meshwright.errors import CaptureError, MeshwrightError
 
@@ -344,6 +344,7 @@ def _trace(
                     make_functional(program)
                 else:
                     name_casts(program.graph_module)
+                    drop_unread_names(program, wrapper.ties)
                     program = _decomposed(program)
         except (MeshwrightError, UnequalLayersError):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,3 +106,32 @@ def test_a_buffer_that_is_called_like_the_operator_that_updates_it() -> None:
     torch.manual_seed(0)
     model, batch = Running(), torch.randn(8, 8)
     mw.verify(model, batch, loss=lambda m, b: m(b), mesh={"dp": 2}).raise_if_different()
+
+
+def test_a_layer_under_several_names_that_changes_its_buffers() -> None:
+    """`nn.ModuleList([layer] * 3)`: each buffer is one tensor, whatever it is called."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+            self.layers, self.last = nn.ModuleList([layer] * 3), nn.Linear(8, 2)
+            layer.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                layer.seen.add_(1.0)
+                x = x + layer(x)
+            return self.last(x).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Repeated().double(), torch.randn(8, 8, dtype=torch.float64)
+    mw.verify(model, batch, loss=lambda m, b: m(b), mesh={"dp": 2}).raise_if_different()
+    twin = copy.deepcopy(model)
+    step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), batch, loss=lambda m, b: m(b), mesh=1)
+    step(batch)
+    twin(batch).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    state = step.full_state()
+    assert state.keys() == twin.state_dict().keys()
+    assert all(torch.allclose(state[name], x) for name, x in twin.state_dict().items())
