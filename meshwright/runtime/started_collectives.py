@@ -34,6 +34,10 @@ class StartedCollectives(Members):
         share = self.mesh.count(run) if op == "avg" else 1
         real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         named = "sum" if op == "avg" else op
+        marked = op in ("max", "min") and x.is_floating_point()
+        if marked:  # gloo's maximum of NaN and a number depends on their order
+            none, mark = (-torch.inf, 1) if op == "max" else (torch.inf, -1)
+            real = torch.stack([real.masked_fill(real.isnan(), none), mark * real.isnan().to(real.dtype)])
         if async_:
             buffer = real.clone(memory_format=torch.contiguous_format)
             work = self.comm.all_reduce_start(buffer, run, named)
@@ -42,6 +46,8 @@ class StartedCollectives(Members):
 
         def finish() -> torch.Tensor:
             total = torch.view_as_complex(work.wait()) if x.is_complex() else work.wait()
+            if marked:
+                return total[0].masked_fill(total[1] != 0, torch.nan)
             return total / share if share > 1 else total
 
         return Later(finish)

@@ -67,7 +67,8 @@ class World(StartedCollectives):
         """Return the sum of the members' tensors, which have one shape and dtype, on each member.
 
         Backward passes the gradient on unchanged. `op` may also be ``"avg"``, ``"prod"``, ``"max"`` or ``"min"``, with
-        their own gradients; members that hold the same maximum share its gradient equally.
+        their own gradients; members that hold the same maximum share its gradient equally. A NaN of any member is the
+        result.
         """
         run = self.resolve(axes)
         _check_op(x, op, ("sum", "avg", "prod", "max", "min"))
@@ -78,10 +79,7 @@ class World(StartedCollectives):
                 x, self._sum(x, run, op, async_), lambda g: g / share if share > 1 else g, async_
             )
         if not (x.requires_grad and torch.is_grad_enabled()):
-            buffer = x.detach().clone(memory_format=torch.contiguous_format)
-            if async_:
-                return self._begun(x, self.comm.all_reduce_start(buffer, run, op), None, async_)
-            return self.comm.all_reduce(buffer, run, op)
+            return self._begun(x, self._sum(x, run, op, async_), None, async_)
         flat, mine = x.detach().reshape(-1), self.index(axes)
         work, factor = self.comm.all_gather_start(flat, run), list[torch.Tensor]()
 

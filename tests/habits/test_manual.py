@@ -67,6 +67,26 @@ mw.shutdown()
 """
 
 
+NANS = """
+world = mw.world({"dp": 3})
+for number in range(3):
+    mine = torch.tensor([float("nan") if world.rank == number else 1.0, world.rank, -torch.inf], dtype=torch.float16)
+    for op, second in (("max", 2), ("min", 0)):
+        for found in (
+            world.all_reduce(mine, "dp", op),
+            world.all_reduce(mine, "dp", op, async_=True).wait(),
+            world.reduce(mine, "dp", number, op),
+        ):
+            assert found is None or (found[0].isnan() and found[1:].tolist() == [second, -torch.inf]), found
+mw.shutdown()
+"""
+
+
+def test_a_nan_of_any_member_is_the_extreme(tmp_path: Path) -> None:
+    """As in ``amax``. gloo's own depends on the order of the members."""
+    run(tmp_path, "dp", NANS, ranks=3)
+
+
 def test_a_world_of_two_processes_has_all_collectives(tmp_path: Path) -> None:
     run(tmp_path, "dp", WORLD)
 
