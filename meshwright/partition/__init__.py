@@ -27,7 +27,7 @@ from meshwright.partition.overlap import Flight, flights, overlapped, stored_in
 from meshwright.partition.parameter_offload import is_fetch
 from meshwright.partition.recompute_marks import settled, with_keeps
 from meshwright.partition.stages import Places, Stage, cut_stages, flights_within, places
-from meshwright.partition.time_axis import check_in_time, in_time, not_in_time
+from meshwright.partition.time_axis import check_in_time, counting_pieces, in_time, not_in_time
 from meshwright.plan.check import check_shardings
 from meshwright.plan.plan import Plan
 from meshwright.redistribute import TWO_CORE_GLOO
@@ -171,6 +171,7 @@ def partition(graph: Graph, plan: Plan) -> Partition:
     Raises PlanError when the plan belongs to another graph, or has micro-batches that are impossible.
     """
     plan = plan.check(graph)
+    graph = counting_pieces(graph, plan.techniques.pieces)
     factors = factors_of(graph)
     check_shardings(plan, factors)
     if plan.own:

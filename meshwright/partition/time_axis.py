@@ -10,6 +10,7 @@ of batch norm, which are those of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,17 +18,34 @@ from meshwright.core.collectives import COLLECTIVES
 from meshwright.core.graph import LOSS, RESHARD, Graph, Input, Node, Ref
 from meshwright.core.layout import Dim, Item, SubDim, TensorLayout, dim_axes, map_leaves
 from meshwright.core.mesh import Mesh
+from meshwright.core.remembered import cached_on_first
 from meshwright.core.techniques import Techniques
 from meshwright.errors import PlanError
 from meshwright.ops.batch import Unit, batch_units, example_reducers
 from meshwright.ops.factors import Factors, Site
 from meshwright.ops.special.loss import MEAN, reduction_of
+from meshwright.ops.special.norm import is_training
 from meshwright.ops.strategy import Ports, Strategy, at_path, layouts, split_unit, through_ports
 from meshwright.ops.table import has_rule
 from meshwright.partition.insert_reshards import Resharded
 from meshwright.plan.plan import Plan
 
 CLASSES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
+
+
+@cached_on_first
+def counting_pieces(graph: Graph, pieces: int) -> Graph:
+    """Return the graph in which each batch norm counts all pieces of a batch, as its running statistics do. What else
+    follows from buffers alone is computed once in a step."""
+    made = {target: value for target, value in graph.mutations if target.endswith("num_batches_tracked")}
+    count = {i.name for i in graph.input_of("buffer") if i.target in made}
+
+    def counted(node: Node) -> Node:
+        if node.op != "aten.add.Tensor" or node.name not in made.values() or node.args[1:] != (1,):
+            return node
+        return replace(node, args=(node.args[0], pieces)) if count.issuperset(node.uses) else node
+
+    return replace(graph, nodes=tuple(map(counted, graph.nodes))) if pieces > 1 and made else graph
 
 
 def in_time(graph: Graph, factors: Factors, plan: Plan) -> Plan:
@@ -122,6 +140,26 @@ class _InTime:
                     where=site.node.where,
                     hint=_fewer(self.plan.techniques, -(-sub.size // each)),
                 )
+            if (
+                "batch_norm" in site.node.op
+                and is_training(site.node)
+                and self._has_one_value(site, sub.size, count)
+            ):
+                most = next(n for n in range(count, 0, -1) if not self._has_one_value(site, sub.size, n))
+                raise PlanError(
+                    f"the last of {self.plan.techniques.pieces_text} of {sub.size} examples has one value for each "
+                    f"channel in %{site.node.name} ({site.node.op})",
+                    why="batch norm needs more than one to train; their variance is NaN",
+                    where=site.node.where,
+                    hint=_fewer(self.plan.techniques, most),
+                )
+
+    def _has_one_value(self, site: Site, examples: int, pieces: int) -> bool:
+        """True if the last of some pieces of the examples has a single value for each channel of a norm."""
+        shape = self.graph.types[site.node.uses[0]].shape
+        values = math.prod(shape) // shape[1]
+        last = examples - -(-examples // pieces) * (pieces - 1)
+        return pieces > 1 and values * last == examples
 
     # -------------------------------------------------- inputs and hubs
 
@@ -350,4 +388,4 @@ def _above(graph: Graph, value: str) -> set[str]:
     return found
 
 
-__all__ = ["check_in_time", "early_values", "in_time", "not_in_time"]
+__all__ = ["check_in_time", "counting_pieces", "early_values", "in_time", "not_in_time"]

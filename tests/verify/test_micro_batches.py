@@ -328,6 +328,35 @@ def test_batch_norm_needs_an_example_of_each_micro_batch() -> None:
     assert "at most 2" in caught.value.hint
 
 
+def test_batch_norm_needs_more_than_one_value_of_each_micro_batch() -> None:
+    """Plain PyTorch refuses a piece of one example; a later batch that has too few runs in one piece."""
+    images = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 1), torch.nn.BatchNorm1d(4))
+
+    def stepped(model: torch.nn.Module, *batches: torch.Tensor) -> mw.TrainStep:
+        step = mw.train_step(
+            model,
+            torch.optim.SGD,
+            batches[0],
+            loss=lambda m, x: m(x).square().mean(),
+            mesh=1,
+            micro_batches=4,
+        )
+        for batch in batches:
+            step(batch)
+        return step
+
+    norms = [torch.nn.BatchNorm1d(4) for _ in range(2)]
+    with pytest.raises(
+        PlanError, match="the last of 4 micro-batches of 7 examples has one value for"
+    ) as caught:
+        stepped(norms[0], torch.randn(7, 4))
+    assert "at most 2" in caught.value.hint
+    stepped(images, torch.randn(7, 4, 3))
+    step = stepped(norms[1], torch.randn(8, 4), torch.randn(7, 4))
+    state = step.full_state()
+    assert state["running_var"].isfinite().all() and state["num_batches_tracked"] == 5
+
+
 def test_an_axis_of_the_mesh_cannot_be_called_time() -> None:
     model, batch, loss = head("a mean by hand")
     with pytest.raises(mw.MeshwrightError, match="the mesh has an axis 'time'"):
