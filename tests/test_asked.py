@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -101,3 +103,24 @@ def test_a_state_with_two_values_for_one_tensor_is_refused() -> None:
     state["head.weight"] = state["table.weight"].clone()
     step.load_state_dict(state)
     assert step.full_state()["head.weight"].isnan().all()
+
+
+def test_a_forward_step_keeps_the_mode_in_which_it_was_built() -> None:
+    """Also for a batch of another size, which is captured when the model may train again."""
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    linears = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+    model = torch.nn.Sequential(linears[0], torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), linears[1])
+    twin = copy.deepcopy(model).eval()
+    step = mw.train_step(model, lambda p: torch.optim.SGD(p, lr=0.1), X, loss=loss, mesh=1)
+    alone = copy.deepcopy(twin)
+    steps = [step.forward_step(model.eval(), X), mw.forward_step(alone, X, mesh=1)]
+    for one in (model, alone):
+        one.train()
+        one[1].eval()
+    for evaluate in steps:
+        for count in (8, 5):
+            assert torch.allclose(evaluate(X[:count]), twin(X[:count]), atol=1e-6)
+        assert [m.training for m in model] == [True, False, True, True]

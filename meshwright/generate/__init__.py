@@ -41,6 +41,7 @@ from meshwright.generate.shell import (
 )
 from meshwright.inference.forward_program import Outputs
 from meshwright.inference.forward_step import ForwardStep, forward_step
+from meshwright.loss.evaluation import kept_modes
 from meshwright.plan.plan import Plan
 from meshwright.runtime.local_batch import LocalBatch
 from meshwright.search.wanted import MeshLike, Pins
@@ -60,12 +61,13 @@ class Generator:
 
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor, build: Build, shares: bool = False) -> None:
         """`build` makes the first forward step, and all others where those that it makes share what they hold."""
+        in_mode = kept_modes(model)
         self._kinds, self._window = kinds_of(model)
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._layers = text_config(model).num_hidden_layers
         self._outputs = _outputs(self._layers, {"logits_to_keep"} & parameters_of(model))
         self._programs: OrderedDict[tuple[Any, ...], ForwardStep] = OrderedDict()
-        self._build = build
+        self._build, self._in_mode = build, lambda: in_mode(model)
         self.first = self._prefill(ids.shape[0], padded_length(ids.shape[1]))
         if self.first.local.pipe is not None:
             raise RunError(
@@ -195,7 +197,8 @@ class Generator:
         key = (what, batch, slots)
         if key not in self._programs:
             begun = time.perf_counter()
-            self._programs[key] = self._build(example(), self._outputs)
+            with self._in_mode():
+                self._programs[key] = self._build(example(), self._outputs)
             seconds = time.perf_counter() - begun
             log.info(
                 "generate: a program for %s, %d of %d slots, made in %.1f s", what, batch, slots, seconds

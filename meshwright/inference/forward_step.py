@@ -27,6 +27,7 @@ from meshwright.core.techniques import TECHNIQUES, Options, Techniques, options_
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import BatchError, PlanError, RunError
 from meshwright.inference.forward_program import Outputs, agree_on_program, lowered, opened_weights
+from meshwright.loss.evaluation import kept_modes
 from meshwright.partition import Partition
 from meshwright.plan.plan import Plan
 from meshwright.planning.in_pieces import in_pieces
@@ -268,10 +269,14 @@ def forward_step(
     rank = Rank(comm, place, seed=seed, exact=exact_random)
     mine = {**leaves_of(parts, comm, place, values), **read}
     local, held = LocalForward(parts, rank, mine), weakref.ref(model)  # its full weights may be freed
+    in_mode = kept_modes(model)
 
     def again(example: Any) -> ForwardStep | None:
         there = held()
-        return None if there is None else made.beside(there, example, outputs)
+        if there is None:
+            return None
+        with in_mode(there):
+            return made.beside(there, example, outputs)
 
     made = ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again)
     return made
@@ -316,8 +321,11 @@ def shared_forward(
         held = _held_by_all(meeting, parts, leaves)
         local = LocalForward(parts, twin, {**leaves, **own}, host_parameters, first_tag, held)
 
+        in_mode = kept_modes(model)
+
         def again(example: Any) -> ForwardStep | None:
-            return build(model, example, outputs)
+            with in_mode(model):
+                return build(model, example, outputs)
 
         return ForwardStep(local, parts, agreed.more["shape"], captured.graph, guards, again, access)
 

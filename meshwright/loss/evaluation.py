@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,26 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def kept_modes(
+    model: torch.nn.Module,
+) -> Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]:
+    """What puts the modules of a model into the modes that they are in now, while it is entered."""
+    modes = {name: module.training for name, module in model.named_modules()}
+
+    @contextlib.contextmanager
+    def entered(there: torch.nn.Module) -> Iterator[None]:
+        before = [(module, module.training) for module in there.modules()]
+        for name, module in there.named_modules():
+            module.training = modes.get(name, module.training)
+        try:
+            yield
+        finally:
+            for module, mode in before:
+                module.training = mode
+
+    return entered
 
 
 class Watch(TorchFunctionMode):
@@ -117,4 +137,4 @@ def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
                 setattr(module, name, buffer)
 
 
-__all__ = ["evaluating", "without_trace"]
+__all__ = ["evaluating", "kept_modes", "without_trace"]

@@ -115,7 +115,8 @@ import json
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0, eos_token_id=2)
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0, eos_token_id=2,
+    attention_dropout=0.3)
 config = LlamaConfig(**SIZES)
 rank = int(__import__("os").environ["RANK"])
 torch.manual_seed(0)
@@ -141,7 +142,9 @@ if sys.argv[1] == "zero3":  # on the shards of a training step
     batch = {"input_ids": ids, "labels": ids}
     step = mw.train_step(copy.deepcopy(model), adamw, batch, loss=lambda model, batch: model(**batch).loss, **PLAN)
     step(batch)
-    generator = step.generator(copy.deepcopy(model), ids)
+    own = copy.deepcopy(model)
+    generator = step.generator(own, ids)
+    own.train()  # programs for other lengths are made in the mode of the first
     model.load_state_dict(step.full_state())
 else:
     if rank == 0:
