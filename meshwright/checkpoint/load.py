@@ -34,6 +34,7 @@ from meshwright.checkpoint.user_data import from_plain, give_back
 from meshwright.core.layout import TensorLayout
 from meshwright.errors import CheckpointError, DamagedError, MeshwrightError
 from meshwright.redistribute.boxes import HeldBox, held_boxes
+from meshwright.runtime.kernels.random import TORCH
 from meshwright.runtime.step import LocalStep
 
 T = TypeVar("T")
@@ -278,12 +279,16 @@ def generators_of(index: Index, step: LocalStep) -> str:
 
 def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     """The states of this rank's generators. Of a rank that was not there when they were saved there are none: its
-    generators are begun anew, from the state of one that was and its own number."""
+    generators are begun anew, from the state of one that was and its own number. With ``exact_random="torch"`` that of
+    torch stays, from which all ranks draw the same numbers."""
     if not index.world:
         return {}
     mine, rank = step.world.rank, generators_of(index, step)
     found = {n[len(rank) :]: torch.from_numpy(index.full(n)) for n in index.tensors if n.startswith(rank)}
-    return found if mine < index.world or "torch" not in found else begun_anew(found, mine)
+    if mine < index.world or "torch" not in found:
+        return found
+    all_draw_alike = step.rank.exact == TORCH
+    return begun_anew(found, mine) | ({"torch": found["torch"]} if all_draw_alike else {})
 
 
 __all__ = [

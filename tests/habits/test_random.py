@@ -69,6 +69,41 @@ def test_the_numbers_of_plain_pytorch(tmp_path: Path, plan: str) -> None:
     run(tmp_path, plan, TRAIN)
 
 
+SAVED = (
+    MODELS
+    + """
+torch.manual_seed(0)
+ranks = int(os.environ["WORLD_SIZE"])
+model = Coder()
+twin = copy.deepcopy(model)
+before = torch.get_rng_state()
+step = mw.train_step(model, adamw, batches()[0], loss=code_loss, exact_random="torch", mesh={"dp": ranks})
+if ranks == 2:
+    step.load("../alone/ckpt")
+    found = [step(batch) for batch in batches()[2:]]
+    torch.set_rng_state(before)
+    optimizer = adamw(twin.parameters())
+    for number, batch in enumerate(batches()):
+        expected = code_loss(twin, batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert number < 2 or close(found[number - 2], expected.detach()), number
+else:
+    for batch in batches()[:2]:
+        step(batch)
+    step.save("ckpt")
+mw.shutdown()
+"""
+)
+
+
+def test_more_ranks_go_on_with_the_numbers_of_plain_pytorch(tmp_path: Path) -> None:
+    for ranks, name in ((1, "alone"), (2, "two")):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, "dp", SAVED, ranks=ranks)
+
+
 REFUSED = (
     MODELS
     + """
