@@ -81,7 +81,7 @@ def joint(
                     best = planner.under(best.techniques).settled(best)
                     if fits_in_both(planner, best):
                         return _turns(planner, _bounded(planner, search.space, best))
-            elif known is not None and _plain_is_slow(search, known):
+            elif known is not None and (_plain_is_slow(search, known) or _is_near(search, known)):
                 return _open(search, known, nearest, tried)
         try:
             below = math.inf if known is None else (1 + TECHNIQUES.worth) * step_of(known)
@@ -159,11 +159,15 @@ def _computes_alone(planner: Planner, found: SearchResult) -> bool:
 def _is_enough(search: _Joint, found: SearchResult) -> bool:
     """Whether a choice is so near to its bound that a search that is exact has little to gain, or the space so large
     that it takes half a minute to find what the front has."""
-    if search.planner.size > AUTO.lighter_size:
-        return True
-    return search.is_short and step_of(found) <= (1 + TECHNIQUES.near) * _least_step(
-        search.planner, search.space
-    )
+    return search.planner.size > AUTO.lighter_size or (search.is_short and _is_near(search, found))
+
+
+def _is_near(search: _Joint, found: SearchResult) -> bool:
+    """Whether no choice in one piece is much quicker; not asked in a small space, where exact searches are quick."""
+    planner = search.planner
+    if planner.size <= TECHNIQUES.small_size:
+        return False
+    return step_of(found) <= (1 + TECHNIQUES.near) * _least_step(planner, search.space)
 
 
 def _unopened(search: _Joint, found: SearchResult) -> SearchResult:
