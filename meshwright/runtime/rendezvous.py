@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -26,7 +27,7 @@ from meshwright.launchers.interfaces import interface_of, interface_to, loopback
 from meshwright.launchers.meeting_place import file_of
 from meshwright.launchers.own_scheduler import place_of
 from meshwright.runtime import lost_peer as peers
-from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, outlive
+from meshwright.runtime.communicator import Alone, Communicator, ProcessGroups, leave_at_exit, outlive
 from meshwright.runtime.scheduler_store import SchedulerStore, arrived
 from meshwright.runtime.stores import FileStore, PrefixStore, Store, TCPStore, put
 from meshwright.scheduler.client import FILE as SCHEDULER_FILE
@@ -383,4 +384,5 @@ class Meeting:
                 dist.init_process_group(
                     backend, store=store, rank=rank, world_size=world, timeout=self.timeout
                 )
+            atexit.register(leave_at_exit)
         return ProcessGroups(mesh, self.rank)

@@ -44,6 +44,27 @@ def pid(launches, rank: int) -> int:
     return int((launches.folder / f"pid{rank}").read_text())
 
 
+def test_a_script_that_forgets_to_shut_down_ends_its_groups(launches):
+    """Their threads could abort the process while Python ends, once it had done all its work."""
+    script = launches.script("""
+        import atexit
+
+        @atexit.register
+        def last():
+            import torch.distributed as dist
+
+            print("groups are left:", dist.is_initialized())
+
+        import torch
+        import meshwright as mw
+
+        world = mw.world({"dp": 2}, check=False)
+        world.all_reduce(torch.ones(2), "dp")
+    """)
+    done = launches.run("--nproc", 2, script, env=ROOT)
+    assert (done.returncode, done.stdout) == (0, "groups are left: False\n"), done.stderr
+
+
 @pytest.mark.full  # the next test has two and three of them
 @pytest.mark.parametrize("world_size", [2, 3])
 @quick(lambda world_size: world_size == 3)

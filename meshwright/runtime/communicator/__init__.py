@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.runtime.communicator.alone import Alone, AtOnce, Counter
 from meshwright.runtime.communicator.in_stage import InStage
-from meshwright.runtime.communicator.leave_groups import break_off, interrupt, leave, outlive
+from meshwright.runtime.communicator.leave_groups import break_off, interrupt, leave, leave_at_exit, outlive
 from meshwright.runtime.communicator.processes import ProcessGroups
 from meshwright.runtime.communicator.protocol import Communicator, Done, Later, Work
 from meshwright.runtime.communicator.simulated import Aborted, SimulatedRank, SimulatedWorld
@@ -29,5 +29,6 @@ __all__ = [
     "break_off",
     "interrupt",
     "leave",
+    "leave_at_exit",
     "outlive",
 ]

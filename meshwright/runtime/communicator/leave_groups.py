@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 import weakref
 from datetime import timedelta
 from typing import Any, Protocol
@@ -44,6 +45,16 @@ def leave() -> None:
     everybody = tuple(range(dist.get_world_size()))
     with heartbeat.waiting(heartbeat.begun(heartbeat.SHUTDOWN, everybody)):
         dist.barrier()
+    _end()
+
+
+def leave_at_exit() -> None:
+    """The end of all process groups where a script ends without ``mw.shutdown()`` and without an error."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        _end()
+
+
+def _end() -> None:
     for groups in living:
         groups.forget()
     dist.destroy_process_group()
