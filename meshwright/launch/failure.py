@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +131,22 @@ def explain(
     else:
         start = text.rfind("Traceback (most recent call last)")
         why = _shortened(text[start:] if start >= 0 and error else text).replace("\n", "\n         ")
-    frames = [f"{m['file']}:{m['line']}" for m in FRAME.finditer(text)] if error else []
-    own = [f for f in frames if "site-packages" not in f and not f.startswith("<")]
+    frames = FRAME.finditer(text) if error else ()
+    own = [f"{m['file']}:{m['line']}" for m in frames if not of_a_library(m["file"])]
     own = [m["place"] for m in PLACE.finditer(text)] or own if error else []
     where = ", ".join([*own[-1:], f"log {end.log}"])
     return LaunchError(what, why=why, where=where, hint=hint)
+
+
+def of_a_library(file: str) -> bool:
+    """True for a file that is not the user's: of a package, of Python or of this project."""
+    parts = Path(file).parts
+    return (
+        file.startswith("<")  # frozen modules
+        or "site-packages" in parts
+        or f"python{sys.version_info.major}.{sys.version_info.minor}" in parts
+        or (Path(__file__).parents[1] in Path(file).parents)
+    )
 
 
 def elsewhere(text: str, node: str) -> LaunchError:

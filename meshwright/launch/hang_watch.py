@@ -24,6 +24,7 @@ from meshwright.heartbeat import generation
 from meshwright.heartbeat.reader import computes, read
 from meshwright.heartbeat.record import ENDED, stack_signal
 from meshwright.launch import reaper
+from meshwright.launch.failure import of_a_library
 from meshwright.launch.hang_diagnosis import Finding, State, cut_off, diagnose, differ
 from meshwright.launch.hang_elsewhere import Elsewhere
 
@@ -210,7 +211,7 @@ class Watch:
             if frames and shown:
                 lines.append(f"rank {rank} is at")
                 lines += [f"  {file}:{line} in {name}" for file, line, name in frames[:shown]]
-            where += [f"{file}:{line}" for file, line, _ in frames if not _of_a_library(file)][:1]
+            where += [f"{file}:{line}" for file, line, _ in frames if not of_a_library(file)][:1]
         kept = [self.logs / f"rank{rank}.stack" for rank in finding.ranks[:1] if stacks.get(rank)]
         where += [f"log {self.logs / f'rank{finding.ranks[0]}.log'}", *(f"stacks {p}" for p in kept)]
         why = "\n         ".join(lines)
@@ -245,16 +246,6 @@ def _frames(text: str) -> Sequence[tuple[str, str, str]]:
     _, mark, here = text.partition("Current thread")
     here = here.partition("\n\n")[0] if mark else ""
     return [(m["file"], m["line"], m["name"]) for m in FRAME.finditer(here)]
-
-
-def _of_a_library(file: str) -> bool:
-    parts = Path(file).parts
-    return (
-        file.startswith("<")  # frozen modules
-        or "site-packages" in parts
-        or f"python{sys.version_info.major}.{sys.version_info.minor}" in parts
-        or (Path(__file__).parents[1] in Path(file).parents)
-    )
 
 
 __all__ = ["Watch"]

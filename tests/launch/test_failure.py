@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from meshwright.launch import failure
 from meshwright.launch.failure import RankEnd, elsewhere, ended_early, explain, final_error, first, tail
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n{error}\n'
@@ -109,6 +110,13 @@ def test_words_on_the_terminal_of_another_machine_are_not_above(end):
 def test_a_log_on_another_machine_has_no_path_here(end):
     error = explain(end(1, 1, "RuntimeError: Connection closed by peer"), [], 2)
     assert "its log is on its own machine" in str(ended_early(error, "rank 0 of 2 ended", None))
+
+
+def test_the_place_of_an_error_is_the_users_line(end):
+    ours = f'  File "{failure.__file__}", line 3, in check\n    refuse()\n'
+    text = OWN.replace("ValueError: bad batch", f"{ours}ValueError: bad batch")
+    assert ours in text
+    assert explain(end(1, 1, text), [], 2).where.startswith("train.py:7, log ")
 
 
 def test_explain_shortens_a_deep_traceback_and_keeps_its_ends(end):

@@ -12,7 +12,7 @@ import torch
 import meshwright
 from bench.machines import machines
 from meshwright.errors import LaunchError
-from meshwright.launch.hang_watch import _of_a_library
+from meshwright.launch.failure import of_a_library
 from meshwright.launch.job import Job, check
 from tests.launch.conftest import Launches
 
@@ -248,7 +248,7 @@ def test_a_collective_that_is_left_out(launches: Launches, size: int) -> None:
 
 def test_the_place_is_in_the_users_own_code() -> None:
     files = ["<frozen os>", torch.__file__, meshwright.__file__, __file__]
-    assert [_of_a_library(file) for file in files] == [True, True, True, False]
+    assert [of_a_library(file) for file in files] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.5, 1e6])
