@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from meshwright.compile import captured_of
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.plan.plan import Plan
 from tests.breadth import first, quick
@@ -185,6 +186,16 @@ def test_a_file_edited_wrongly_is_refused(name: str) -> None:
 
 def test_a_file_that_nobody_edited_is_read() -> None:
     assert edited(lambda data: None)().plan.again
+
+
+def test_a_plan_for_a_batch_of_other_shapes_says_both() -> None:
+    net, batch, loss = built("mlp")
+    plan = mw.plan(net, batch, loss=loss, mesh=2)
+    fewer = {name: x[:-2] for name, x in batch.items()}
+    error = told(lambda: plan.check(captured_of(net, fewer, loss).graph))
+    assert "batch of other shapes" in error.what and "--batch" in error.hint
+    name, x = next(iter(batch.items()))
+    assert f"{name} {list(x.shape)}, not {[x.shape[0] - 2, *x.shape[1:]]}" in error.why
 
 
 def test_a_searched_plan_of_another_model_is_refused() -> None:

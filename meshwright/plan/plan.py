@@ -23,7 +23,7 @@ from meshwright.ops.strategy import Strategy
 from meshwright.plan.file import AGAIN, plain_pins, read
 from meshwright.plan.plan_text import write
 from meshwright.redistribute.prices import Prices
-from meshwright.redistribute.steps import show_bytes
+from meshwright.redistribute.steps import show_bytes, show_share
 
 # in the order read
 CLAIMS = (
@@ -314,6 +314,17 @@ class Plan:
         missing += [i.name for i in graph.inputs if i.name not in self.inputs]
         if self.fingerprint == fingerprint(graph) and not missing:
             return self
+        sizes = [
+            f"{i.target} {list(self.inputs[i.name].shape)}, not {list(i.type.shape)}"
+            for i in graph.input_of("batch")
+            if i.name in self.inputs and self.inputs[i.name].shape != i.type.shape
+        ]
+        if sizes:
+            raise PlanError(
+                "the plan was made for a batch of other shapes",
+                why=f"it is for {', '.join(sizes)}",
+                hint=f"build the batch it was made for (on the command line --batch and --seq), or {AGAIN}",
+            )
         extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
         why = "; ".join(
             text
@@ -365,7 +376,7 @@ def _shown(name: str, value: Any) -> str:
     what, _, unit = name.partition("_")
     if is_mapping(value):
         value = " ".join(
-            f"{k} {100 * round(v, 6):.2g} %" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
+            f"{k} {show_share(round(v, 6))}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items()
         )
     elif isinstance(value, int | float) and unit == "seconds":
         value = f"{value:.4g} s"

@@ -83,6 +83,11 @@ def describe(step: Step, mesh: Mesh, itemsize: int) -> str:
     return text if step.kind in LOCAL else f"{text} {show_bytes(wire_bytes(step, mesh, itemsize))}"
 
 
+def show_share(share: float) -> str:
+    """Return a share as percent, with two digits at least: ``0.34 %``, ``290 %``."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
 def show_bytes(count: float) -> str:
     """Decimal units, two significant digits or so: ``640 B``, ``4.2 MB``."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from meshwright.core.techniques import Techniques
 from meshwright.report.fit_table import Prose
-from meshwright.report.units import show_bytes, show_seconds
+from meshwright.report.units import show_bytes, show_seconds, show_share
 
 # What a simulated step has and a sum has not: see `predict/tasks.py`.
 BEYOND = "the step has full buckets and waits for them, too"
@@ -88,7 +88,7 @@ def gaps(claims: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _percent(share: float) -> str:
-    return "0 %" if share < 5e-7 else f"{100 * share:.2g} %"
+    return show_share(0.0 if share < 5e-7 else share)
 
 
 def claims_table(lines: list[tuple[str, str]]) -> Table:

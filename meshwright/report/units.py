@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 
-from meshwright.redistribute.steps import show_bytes
+from meshwright.redistribute.steps import show_bytes, show_share
+
+DAY = 86_400  # seconds
 
 
 def show_seconds(seconds: float) -> str:
-    """Return seconds with at most three digits: ``840 ns``, ``38.2 ms``, ``2.4 s``, ``3 min 20 s``."""
+    """Return seconds with a few digits: ``840 ns``, ``38.2 ms``, ``2.4 s``, ``3 min 20 s``, ``5 h 8 min``, ``4.1
+    days``."""
     if not math.isfinite(seconds):
         return "no end"
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:.2g} days" if seconds < 99.5 * DAY else f"{seconds / DAY:,.0f} days"
+    if seconds >= 7_200:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest} min"
     if seconds >= 99.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
@@ -37,4 +45,4 @@ def show_change(before: float, after: float) -> str:
     return f"{sign}{abs(percent):.0f} %" if abs(percent) >= 9.95 else f"{sign}{abs(percent):.1f} %"
 
 
-__all__ = ["show_bytes", "show_change", "show_seconds"]
+__all__ = ["show_bytes", "show_change", "show_seconds", "show_share"]
