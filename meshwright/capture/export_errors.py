@@ -15,6 +15,7 @@ from meshwright.capture.meta_init_record import HERE, TORCH_ROOT
 from meshwright.capture.pytree import leaves, literals, map_leaves
 from meshwright.errors import CaptureError, MeshwrightError
 
+CALLED = "the loss is called as loss(model, batch)"
 AS_IT_IS = "run the model as it is, data parallel: mw.manual_step(model, optimizer, loss=…, mesh=…)"
 
 
@@ -93,6 +94,8 @@ def explained(
     where, hint = line_of_error(error), "write it with torch.where, or " if depends else ""
     if depends and "layerdrop" in where:  # some models of transformers skip layers at random
         hint = "layerdrop=0 in its configuration (encoder_layerdrop and decoder_layerdrop for some), or "
+    if depends and "expert" in where and where.startswith("modeling_"):
+        hint = 'experts_implementation="grouped_mm" where the model of transformers is made, or '
     if depends and _in_distributions(error):
         hint = "give the distribution validate_args=False, or call Distribution.set_default_validate_args(False); or "
     if depends and where:
@@ -135,9 +138,9 @@ def _fails_alike(
 def _of_the_user(error: Exception, loss: Callable[[Any, Any], Any]) -> CaptureError:
     """Return an error that the user's code raises without a capture, too."""
     where, code = line_of_error(error), getattr(inspect.unwrap(loss), "__code__", None)
-    hint = "mend that line, or what it is given: the loss is called as loss(model, batch), in this order"
+    hint = f"mend that line, or what it is given: {CALLED}, in this order"
     if not where:  # the call itself has failed, or a function of torch that is given as the loss
-        hint = "the loss is called as loss(model, batch): loss=lambda model, batch: …"
+        hint = f"{CALLED}: loss=lambda model, batch: …"
         if code is not None and not code.co_filename.startswith(TORCH_ROOT):
             where = f"{Path(code.co_filename).name}:{code.co_firstlineno}  {code.co_name}"
     return CaptureError(

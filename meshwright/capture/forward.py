@@ -11,13 +11,14 @@ import torch
 from meshwright.capture.capture import Captured, simplify
 from meshwright.capture.convert import convert
 from meshwright.capture.dtypes import check_dtypes
-from meshwright.capture.export_errors import AS_IT_IS
+from meshwright.capture.export_errors import AS_IT_IS, CALLED
 from meshwright.capture.fold import fold
 from meshwright.capture.nest import Shape, count, filled, shape_of
 from meshwright.capture.trace import Loss, trace
 from meshwright.errors import CaptureError
 
 WANTED = "outputs=lambda model, batch: model(**batch).logits"
+ASKED = f"say what is wanted: {WANTED}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def capture_forward(model: torch.nn.Module, batch: Any, outputs: Callable[[Any, 
     try:
         traced = trace(model, batch, outputs, Results)
     except CaptureError as error:
-        if AS_IT_IS not in error.hint:
+        if AS_IT_IS not in error.hint and CALLED not in error.hint:
             raise
-        hint = error.hint.replace(AS_IT_IS, f"say what is wanted: {WANTED}")
+        hint = error.hint.replace(AS_IT_IS, ASKED) if AS_IT_IS in error.hint else ASKED
         raise CaptureError(error.what, why=error.why, where=error.where, hint=hint) from None
     graph, constants = convert(traced, model)
     graph = replace(graph, inputs=tuple(replace(i, needs_grad=False) for i in graph.inputs))

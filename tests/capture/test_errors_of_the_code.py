@@ -96,3 +96,22 @@ def test_without_a_loss_it_is_said_what_is_called(model: nn.Module) -> None:
         "no loss was given, so it is" in caught.value.why and "loss=lambda model, batch" in caught.value.hint
     )
     assert "loss_value.py" not in str(caught.value)
+
+
+def test_experts_of_transformers_that_loop_name_the_way_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 8)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        **small,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(CaptureError) as caught:
+        capture(model, {"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)
+    assert caught.value.where.startswith("modeling_qwen2_moe.py:")
+    assert caught.value.hint.startswith('experts_implementation="grouped_mm"')

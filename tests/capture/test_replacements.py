@@ -185,7 +185,7 @@ PAIRS: dict[str, tuple[Loss, Loss]] = {
     "hook": (hooked, doubled),
     "data": (clamped, straight_through),
     "autograd.grad": (slope, slope_by_hand),
-    "distribution": (normal(), normal(validate_args=False)),
+    "distribution": (normal(validate_args=True), normal(validate_args=False)),
     "numpy": (
         lambda m, b: each(m, b).mean() * float(np.exp(b["x"].numpy()).mean()),
         lambda m, b: each(m, b).mean() * b["x"].exp().mean(),

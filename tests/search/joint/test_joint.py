@@ -149,7 +149,9 @@ def test_where_memory_is_short_a_recipe_is_offered_before_a_search(monkeypatch: 
     assert known[-1] == pytest.approx(1.01 * later.claims["step_seconds"])
 
 
-def test_no_search_without_techniques_follows_a_choice_near_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_without_techniques_follows_a_choice_near_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It took three quarters of the time of MiniMax on 128 ranks, to gain 2 % at most."""
 
     def search(planner: Planner, below: float) -> SearchResult:
