@@ -298,6 +298,10 @@ class StagesBudget:
     # long a slow link is waited for.
     patience: int = 5
     patience_at_first: int = 2
+    # Simulations of a schedule after which the least that they took, over what sums say, is expected of its others; and
+    # times the limit: what is expected to take more is not simulated.
+    ratios: int = 3
+    ratio_slack: float = 1.02
     # Pipelines that are planned and predicted in full, once one of them or one stage fits.
     planned: int = 3
     # The same for models of few operators, whose pipelines are planned in a moment.

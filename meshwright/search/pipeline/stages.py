@@ -163,7 +163,7 @@ def _simulate(
         if order[0] > fits.get(key, math.inf):
             continue  # more of them saves only what there is
         made: Staged | None = None
-        if known.peak_bytes(row) <= TECHNIQUES.slack * limit:
+        if known.may_fit(row, limit):
             tries -= not known.has(row)
             found = known.evaluated(row)
             if found is None:
@@ -215,6 +215,7 @@ class _Known:
         self.found: dict[tuple[Candidate, Techniques], SearchResult | None] = {}
         self.more: dict[tuple[Candidate, Techniques], float] = {}
         self.over: dict[Candidate, float] = {}
+        self.ratios = defaultdict[str, list[float]](list)  # of a schedule: simulated bytes to those by sums
 
     def has(self, row: _Row) -> bool:
         return (row.candidate, row.techniques) in self.found
@@ -237,13 +238,19 @@ class _Known:
                     self.more[row.candidate, replace(row.techniques, micro_batches=1)] = each
         return self.found[key]
 
-    def peak_bytes(self, row: _Row) -> float:
-        """About the peak of a row: by sums, and by how far simulations of its choice were over them at least."""
-        return _estimate(row) * self.over.get(row.candidate, 1.0)
+    def may_fit(self, row: _Row, limit: float) -> bool:
+        """Whether a row may fit: by sums, and by how far simulations of its choice were over them at least; once a few
+        rows of its schedule were simulated, by how far these were below them."""
+        seen, slack = self.ratios[row.outer.schedule.name], TECHNIQUES.slack
+        if len(seen) >= STAGES.ratios:
+            slack = min(slack, STAGES.ratio_slack / min(seen))
+        return _estimate(row) * self.over.get(row.candidate, 1.0) <= slack * limit
 
     def saw(self, row: _Row, made: Staged) -> None:
         """A row was simulated."""
-        over = max(1.0, made.peak_bytes / max(1.0, _estimate(row)))
+        ratio = made.peak_bytes / max(1.0, _estimate(row))
+        self.ratios[row.outer.schedule.name].append(ratio)
+        over = max(1.0, ratio)
         self.over[row.candidate] = min(over, self.over.get(row.candidate, over))
 
     def excess(self, row: _Row) -> float:

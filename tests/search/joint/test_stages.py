@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +179,22 @@ def test_all_forwards_go_first_where_messages_take_long_and_memory_is_not_short(
     assert best.claims["step_seconds"] < min(other.claims["step_seconds"] for other in others)
     tight = planned(memory=0.6 * best.claims["peak_bytes"])
     assert tight.techniques.schedule != "gpipe" or tight.techniques.recompute
+
+
+def test_what_a_few_simulations_of_a_schedule_took_is_expected_of_its_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were all simulated up to 10 % over the limit, where sums are within 2 %."""
+    module = importlib.import_module("meshwright.search.pipeline.stages")
+    monkeypatch.setattr(module, "_estimate", lambda row: row.bytes)
+    known = module._Known()
+
+    def row(of_sums: float, schedule: str = "1f1b") -> Any:
+        outer = SimpleNamespace(schedule=SimpleNamespace(name=schedule))
+        return SimpleNamespace(bytes=of_sums, candidate=of_sums, outer=outer)
+
+    for ratio in (1.01, 1.0, 0.99):
+        assert known.may_fit(row(109.0), 100.0)
+        known.saw(row(50.0), SimpleNamespace(peak_bytes=50.0 * ratio))
+    assert known.may_fit(row(103.0), 100.0) and not known.may_fit(row(104.0), 100.0)
+    assert known.may_fit(row(109.0, "zero_bubble"), 100.0)
