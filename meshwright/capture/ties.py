@@ -23,12 +23,16 @@ def drop_unread_names(program: torch.export.ExportedProgram, ties: Sequence[Sequ
     specs = program.graph_signature.input_specs
     others = {name: names for names in ties for name in names if len(names) > 1}
     read = {spec.target for spec in specs if nodes[spec.arg.name].users}
-    for spec in tuple(specs):
-        node = nodes[spec.arg.name]
-        if not node.users and not read.isdisjoint(others.get(spec.target or "", ())):
-            specs.remove(spec)
-            program.graph.erase_node(node)
-    program.graph_module.recompile()
+    unread = [
+        s
+        for s in specs
+        if not nodes[s.arg.name].users and not read.isdisjoint(others.get(s.target or "", ()))
+    ]
+    for spec in unread:
+        specs.remove(spec)
+        program.graph.erase_node(nodes[spec.arg.name])
+    if unread:
+        program.graph_module.recompile()
 
 
 __all__ = ["drop_unread_names", "ties_of"]
