@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.export.graph_signature import InputKind
 
 
 def ties_of(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -17,17 +18,14 @@ def ties_of(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def drop_unread_names(program: torch.export.ExportedProgram, ties: Sequence[Sequence[str]]) -> None:
-    """Leave, of the inputs of an exported program that are one tensor, those that it reads: decomposition fails where
-    the tensor is written in place and another input has the same memory. `ties`: all names of each tensor."""
+    """Leave, of the inputs of an exported program that are one buffer, those that it reads: decomposition fails where
+    the buffer is written in place and another input has the same memory. `ties`: all names of each tensor."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
     others = {name: names for names in ties for name in names if len(names) > 1}
     read = {spec.target for spec in specs if nodes[spec.arg.name].users}
-    unread = [
-        s
-        for s in specs
-        if not nodes[s.arg.name].users and not read.isdisjoint(others.get(s.target or "", ()))
-    ]
+    buffers = [s for s in specs if s.kind == InputKind.BUFFER and not nodes[s.arg.name].users]
+    unread = [s for s in buffers if not read.isdisjoint(others.get(s.target or "", ()))]
     for spec in unread:
         specs.remove(spec)
         program.graph.erase_node(nodes[spec.arg.name])

@@ -28,6 +28,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
+from meshwright.capture.as_in_eager import as_in_eager
 from meshwright.capture.copy_layers import PREFIX, UnequalLayersError, copy_layers
 from meshwright.capture.effects import Effects
 from meshwright.capture.equal_layers import EqualLayers
@@ -329,6 +330,7 @@ def _trace(
     paths, tensors = tuple(p for p, _ in found), without_aliases(t for _, t in found)
     with ONE_AT_A_TIME, warnings.catch_warnings(), torch.enable_grad(), without_dumps(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        stack.enter_context(as_in_eager())
         wrapper = wrap(model, batch, loss, each)
         for device, _ in wrapper.autocast:  # it is applied again inside the traced function
             stack.enter_context(torch.autocast(device, enabled=False))

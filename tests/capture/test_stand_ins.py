@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -80,3 +81,21 @@ def test_a_distribution_that_looks_at_its_arguments_says_what_helps() -> None:
         run(*net(body))
     checked = False
     capture(*net(body), mean_loss)
+
+
+def test_gated_delta_rules_solve_a_system_as_in_eager() -> None:
+    """They substitute row by row in an export: Qwen3-Next 80B was not captured within five minutes."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3NextConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=4, linear_value_head_dim=4, linear_num_key_heads=1, linear_num_value_heads=2,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+    ids = torch.arange(160).reshape(2, 80) % 16
+    captured, _ = run(model, {"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)
+    assert "aten.linalg_solve_triangular.default" in {node.op for node in captured.graph.nodes}
+    module = importlib.import_module(type(model).__module__)
+    assert module.is_torchdynamo_exporting.__module__.startswith("transformers.")
