@@ -61,11 +61,12 @@ def of_state(kind: str) -> ServerError:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ServerError where another function is in the place of `step`. Schedules of torch wrap it to count calls."""
+    """Raise ServerError where another function is in the place of `step`. torch wraps its own: schedules
+    count calls, and SparseAdam is not compiled."""
     found = vars(optimizer).get("step")
     while found is not None:
         function = getattr(found, "__func__", found)
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
             raise ServerError(
                 f"another function is in the place of step() of {type(optimizer).__name__}",
                 why="servers make the steps, by torch.optim's own",

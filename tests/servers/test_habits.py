@@ -84,6 +84,12 @@ def scheduled(optimizer: Any) -> Any:
     return optimizer
 
 
+def table_alone(model: Net) -> Net:
+    for layers in (model.rare, model.mix, model.out):
+        layers.requires_grad_(False)
+    return model
+
+
 def one_cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
 
@@ -109,6 +115,11 @@ SAME: dict[str, Habit] = {
     ),
     "schedules of before and later": Habit(
         optimizer=lambda p: scheduled(adam(p)),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    ),
+    "a schedule of SparseAdam": Habit(
+        build=lambda: table_alone(Net(nn.Embedding(50, 6, sparse=True))),
+        optimizer=lambda p: torch.optim.SparseAdam(list(p), lr=0.05),
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     ),
     "a schedule of momentum": Habit(optimizer=adam, schedule=one_cycle),
