@@ -220,9 +220,10 @@ class OptionTable:
 
         def room(entry: Entry) -> int:
             blocks = min(at_path(site.trees[entry.letter], path).pieces for path in entry.unit)
-            return max(1, blocks // micro_batches) if (entry.letter, entry.unit) == examples else blocks
+            return max(1, blocks // micro_batches if (entry.letter, entry.unit) == examples else blocks)
 
-        # The blocks that each option has room for; replicated values and partial sums have room for any number.
+        # The blocks that each option has room for: one where there are no elements; 0 stands for any number, for which
+        # replicated values and partial sums have room.
         self.rooms = tuple([room(e) if e.letter else 0 for e in choices.entries])
         self.start = State(self)
 

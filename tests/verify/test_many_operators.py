@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,16 @@ def test_what_lies_between_two_layers(
     mw.verify(model, batch, loss=loss, plan=plan).raise_if_different()
 
 
-def test_a_view_without_elements() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"dp": 2}},
+        {"mesh": {"dp": 2}, "optimizer_parallel": 3, "threshold_kb": 0},
+        {"mesh": {"tp": 2}, "mode": "sharding_propagation", "pins": {"1": {"n": "tp"}}},
+    ],
+    ids=["dp", "zero", "tp"],
+)
+def test_a_loss_without_elements(options: dict[str, Any]) -> None:
     """A loss of the next token has none for a batch of sequences of one token."""
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -105,5 +115,6 @@ def test_a_view_without_elements() -> None:
         pairs = logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
         return F.cross_entropy(*pairs, reduction="sum") + logits.square().mean()
 
-    model, batch = torch.nn.Embedding(11, 11), torch.randint(11, (5, 1))
-    mw.verify(model, batch, loss=loss, mesh={"dp": 2}).raise_if_different()
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 12))
+    batch = torch.randint(11, (5, 1))
+    mw.verify(model, batch, loss=loss, **options).raise_if_different()
