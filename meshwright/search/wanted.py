@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ def mesh_from(mesh: MeshLike, graph: Graph | None = None) -> Mesh:
     """A mesh from what the user gave, else from the layouts in the model, else of the launched ranks. Raises
     MeshError."""
     if isinstance(mesh, list | tuple):
-        mesh = own_meshes([mesh_from(one) for one in mesh]).world
+        mesh = own_meshes(each_mesh(mesh)).world
     match mesh:
         case Mesh():
             return mesh
@@ -67,4 +68,19 @@ def mesh_from(mesh: MeshLike, graph: Graph | None = None) -> Mesh:
     )
 
 
-__all__ = ["MeshLike", "OneMesh", "Pins", "Wanted", "mesh_from"]
+def each_mesh(given: Sequence[Mesh | int | Mapping[str, int]]) -> list[Mesh]:
+    """The meshes of a list, of which each rank of a pipeline has one. Raises MeshError for a tuple of numbers, which is
+    the shape of one mesh to `torch.distributed.init_device_mesh`."""
+    if isinstance(given, tuple) and len(given) > 1 and all(isinstance(one, int) for one in given):
+        named = dict(zip(("dp", "tp", "cp", "ep"), given, strict=False))
+        shown = f"mesh={named}".replace("'", '"')
+        raise MeshError(
+            f"mesh={given!r} is not a mesh",
+            why="a tuple of numbers may mean the shape of one mesh, or a mesh for each rank of a pipeline",
+            hint=f"{shown} for one mesh of {math.prod(given)} ranks; mesh={list(given)} for a pipeline of "
+            f"{len(given)} stages, in each of which so many ranks share the batch",
+        )
+    return [mesh_from(one) for one in given]
+
+
+__all__ = ["MeshLike", "OneMesh", "Pins", "Wanted", "each_mesh", "mesh_from"]

@@ -84,6 +84,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         StrategyError, "is a list",
     ),
     "a mesh without axes": (lambda: train(mesh={}), MeshError, r"mesh=\{\} is not a mesh"),
+    "a shape": (
+        lambda: mw.plan(*built()[:2], loss=built()[2], mesh=(2, 4)), MeshError,
+        r'(?s)mesh=\(2, 4\) is not a mesh.*mesh=\{"dp": 2, "tp": 4\} for one mesh of 8 ranks; mesh=\[2, 4\] for a pipeline',
+    ),
+    "a shape for a step": (lambda: train(mesh=(2, 2)), MeshError, r"mesh=\(2, 2\) is not a mesh"),
     "a number for a cluster": (lambda: train(mesh=None, cluster=3), PlanError, "the cluster is 3"),
     "no loss": (lambda: train(loss=None), CaptureError, "loss=None is not a function"),
     "no outputs": (lambda: forward(outputs=None), CaptureError, "outputs=None is not a function"),

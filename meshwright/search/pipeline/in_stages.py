@@ -24,7 +24,7 @@ from meshwright.search.modes import within_limit
 from meshwright.search.pipeline.assign import in_one_stage, staged
 from meshwright.search.stop import Stop
 from meshwright.search.techniques.apply import apply
-from meshwright.search.wanted import Wanted, mesh_from
+from meshwright.search.wanted import Wanted, each_mesh, mesh_from
 
 
 def plan_in_stages(wanted: Wanted) -> Plan:
@@ -118,7 +118,7 @@ def own_world(
                 why="a list has the mesh of each rank of a pipeline",
                 hint='mesh=[{"dp": 4}, {"dp": 2, "tp": 2}]',
             )
-    world = own_meshes([mesh_from(mesh) for mesh in given])
+    world = own_meshes(each_mesh(given))
     if "pipeline" not in techniques.given:
         stages = world.places
         if is_own(techniques):
