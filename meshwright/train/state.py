@@ -25,7 +25,7 @@ from meshwright.inference.forward_program import Outputs
 from meshwright.inference.forward_step import ForwardStep, default_outputs, shared_forward
 from meshwright.plan.plan import Plan
 from meshwright.runtime.step import LocalStep
-from meshwright.user_module.full_model import copies, full_model, gathered, load_full
+from meshwright.user_module.full_model import LoadedNames, copies, full_model, gathered, load_full
 from meshwright.user_module.hollow import Hollow
 
 
@@ -172,13 +172,22 @@ class StepState:
                 model.save_pretrained(str(folder), **options)
 
     @with_plain_parameters
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedNames:
         """Load parameters and buffers from full tensors by name. Every rank calls it with equal tensors and keeps its
         shards.
 
-        Optimizer states stay as they are. Raises RunError on all ranks for names or shapes of another model.
+        Optimizer states stay as they are.
+
+        Args:
+            state: Tensors by name, as `full_state` returns them.
+            strict: False loads the names that the state and the model share, and leaves all others as they are.
+
+        Returns the names that are missing and unexpected, as ``model.load_state_dict`` does. Raises RunError on all
+        ranks for shapes of another model, and for names of another model unless ``strict=False``.
         """
-        load_full(self.local, self._own_model(), self._model, state, sorted(self._temporary))
+        check_switches(strict=strict)
+        model = self._own_model()
+        return load_full(self.local, model, self._model, state, sorted(self._temporary), strict)
 
     def _own_model(self) -> Hollow:
         if self._hollow is None:

@@ -7,7 +7,7 @@ import functools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,17 @@ ALIKE = (
     "make the same changes on all ranks, within step.full() without rank=; model.eval() keeps a forward pass from "
     "changing buffers"
 )
+
+
+class LoadedNames(NamedTuple):
+    """What `step.load_state_dict` returns, as ``model.load_state_dict`` does.
+
+    `missing_keys`: names of the model that the state does not have. `unexpected_keys`: names of the state that the
+    model does not have.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def gathered(local: LocalStep) -> Iterator[tuple[Input, torch.Tensor]]:
@@ -180,7 +191,8 @@ def load_full(
     model: torch.nn.Module | None,
     state: Mapping[str, Any],
     free: Sequence[str],
-) -> None:
+    strict: bool,
+) -> LoadedNames:
     """`TrainStep.load_state_dict`. `free`: names that may be missing."""
     hollow.check_anew()
     entries = kept_inputs(local)
@@ -188,16 +200,17 @@ def load_full(
     own = {} if model is None else model.state_dict(keep_vars=True)
     others = {n: x for n, x in own.items() if n not in known}
     found: dict[str, torch.Tensor] = {}
-    problems = [f"{n} is not in the model" for n in state if n not in known and n not in others]
+    unexpected = [n for n in state if n not in known and n not in others]
+    problems = [f"{n} is not in the model" for n in unexpected if strict]
     for entry in entries:
         name = next((n for n in (entry.target, *entry.ties) if n in state), "")
         if name:
             found[entry.target] = state[name]
-        elif entry.target not in free:
+        elif strict and entry.target not in free:
             problems.append(f"{entry.target} is missing")
     shapes = {**{n: e.type.shape for n, e in known.items()}, **{n: tuple(x.shape) for n, x in others.items()}}
     for name, x in state.items():
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) and name not in unexpected:
             problems.append(f"{name} is a {type(x).__name__}, not a tensor")
         elif name in shapes and tuple(x.shape) != shapes[name]:
             problems.append(f"{name} is {tuple(x.shape)} there and {shapes[name]} in the model")
@@ -233,6 +246,8 @@ def load_full(
         for name, x in others.items():
             if name in state:
                 x.copy_(state[name])
+    missing = [n for n in own or known if n not in state and n not in free]
+    return LoadedNames(missing, unexpected)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -240,4 +255,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or torch.allclose(one, other.to(one), rtol=0.0, atol=0.0, equal_nan=True)
 
 
-__all__ = ["copies", "full_model", "gathered", "load_full", "put"]
+__all__ = ["LoadedNames", "copies", "full_model", "gathered", "load_full", "put"]
