@@ -363,6 +363,13 @@ def _refusal(graph: Graph, reshard: Node, plan: Plan) -> PlanError:
             where=node.where,
             hint=f"a module for each application, one application to torch.cat of both inputs, or {unsplit}",
         )
+    if any(0 in kind.shape for kind in node.outputs):
+        return PlanError(
+            f"%{node.name} ({node.op}) has no elements, so {pieces} cannot share it",
+            why="the example batch leaves none, as a batch of sequences of one token leaves no next tokens",
+            where=node.where,
+            hint=f"an example with longer sequences, or {unsplit}",
+        )
     return PlanError(
         f"%{node.name} ({node.op}) needs the full batch at once, which {pieces} do not have",
         why="the operator is not linear in a sum over the batch, or reads examples of other pieces",

@@ -165,6 +165,18 @@ def test_a_loss_with_outputs_is_proved() -> None:
     assert mw.verify(Net(), batches()[0], loss=both, mesh=2, micro_batches=2)
 
 
+def test_a_loss_that_has_no_elements_in_the_example_batch_is_refused_in_micro_batches() -> None:
+    def next_token(model: Any, batch: Any) -> Any:
+        logits = model(batch)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    model, batch = torch.nn.Embedding(8, 8), torch.zeros(4, 1, dtype=torch.long)
+    with pytest.raises(
+        mw.PlanError, match=r"(?s)view.*has no elements, so 2 micro-batches.*longer sequences"
+    ):
+        mw.plan(model, batch, loss=next_token, mesh=2, micro_batches=2)
+
+
 def test_an_output_that_needs_the_full_batch_is_refused_in_micro_batches() -> None:
     def worst(model: Any, batch: Any) -> Any:
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
