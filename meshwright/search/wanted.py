@@ -71,13 +71,14 @@ def mesh_from(mesh: MeshLike, graph: Graph | None = None) -> Mesh:
 def each_mesh(given: Sequence[Mesh | int | Mapping[str, int]]) -> list[Mesh]:
     """The meshes of a list, of which each rank of a pipeline has one. Raises MeshError for a tuple of numbers, which is
     the shape of one mesh to `torch.distributed.init_device_mesh`."""
-    if isinstance(given, tuple) and len(given) > 1 and all(isinstance(one, int) for one in given):
-        named = dict(zip(("dp", "tp", "cp", "ep"), given, strict=False))
+    numbers = [one for one in given if isinstance(one, int)] if isinstance(given, tuple) else []
+    if len(numbers) == len(given) > 1:
+        named = dict(zip(("dp", "tp", "cp", "ep"), numbers, strict=False))
         shown = f"mesh={named}".replace("'", '"')
         raise MeshError(
             f"mesh={given!r} is not a mesh",
             why="a tuple of numbers may mean the shape of one mesh, or a mesh for each rank of a pipeline",
-            hint=f"{shown} for one mesh of {math.prod(given)} ranks; mesh={list(given)} for a pipeline of "
+            hint=f"{shown} for one mesh of {math.prod(numbers)} ranks; mesh={numbers} for a pipeline of "
             f"{len(given)} stages, in each of which so many ranks share the batch",
         )
     return [mesh_from(one) for one in given]

@@ -86,7 +86,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a mesh without axes": (lambda: train(mesh={}), MeshError, r"mesh=\{\} is not a mesh"),
     "a shape": (
         lambda: mw.plan(*built()[:2], loss=built()[2], mesh=(2, 4)), MeshError,
-        r'(?s)mesh=\(2, 4\) is not a mesh.*mesh=\{"dp": 2, "tp": 4\} for one mesh of 8 ranks; mesh=\[2, 4\] for a pipeline',
+        r'(?s)mesh=\(2, 4\) is not a mesh.*mesh=\{"dp": 2, "tp": 4\} for one mesh of 8 ranks; '
+        r"mesh=\[2, 4\] for a pipeline",
     ),
     "a shape for a step": (lambda: train(mesh=(2, 2)), MeshError, r"mesh=\(2, 2\) is not a mesh"),
     "a number for a cluster": (lambda: train(mesh=None, cluster=3), PlanError, "the cluster is 3"),

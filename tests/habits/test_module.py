@@ -148,7 +148,8 @@ with step.full() as full:
     assert all(torch.equal(p, kept.state_dict()[n]) for n, p in full.state_dict().items())
 lacking = {n: p for n, p in kept.state_dict().items() if n != "norm.bias"}
 refused(lambda: step.load_state_dict(lacking), "norm.bias is missing")
-partly, plain = {"down.bias": torch.ones(8), "up.weight": torch.ones(32, 16), "nope": torch.ones(2)}, copy.deepcopy(kept)
+plain = copy.deepcopy(kept)
+partly = {"down.bias": torch.ones(8), "up.weight": torch.ones(32, 16), "nope": torch.ones(2)}
 assert step.load_state_dict(partly, strict=False) == plain.load_state_dict(partly, strict=False)
 assert all(torch.equal(p, plain.state_dict()[n]) for n, p in step.full_state().items())
 refused(lambda: step.load_state_dict({"up.bias": torch.ones(3)}, strict=False), "up.bias is (3,) there and (32,)")
