@@ -49,7 +49,7 @@ from meshwright.runtime.rendezvous import Meeting, check_world
 
 VERSION = 1
 NAME = "forward.json"
-HINT = "export it again: step.export(folder)"
+HINT = "export it again: mw.export(step, folder)"
 T = TypeVar("T")
 
 

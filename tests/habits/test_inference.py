@@ -244,6 +244,7 @@ else:
             Path("again", name).write_bytes(data)
         step(x)
         refused("damaged", lambda: mw.load_exported("again"))
+    refused("mw.export(step, folder)", lambda: mw.load_exported("again"))
 mw.shutdown()
 """
 
