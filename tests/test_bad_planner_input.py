@@ -193,9 +193,11 @@ def test_a_plan_for_a_batch_of_other_shapes_says_both() -> None:
     plan = mw.plan(net, batch, loss=loss, mesh=2)
     fewer = {name: x[:-2] for name, x in batch.items()}
     error = told(lambda: plan.check(captured_of(net, fewer, loss).graph))
-    assert "batch of other shapes" in error.what and "--batch" in error.hint
+    assert "batch" in error.what and "--batch" in error.hint
     name, x = next(iter(batch.items()))
-    assert f"{name} {list(x.shape)}, not {[x.shape[0] - 2, *x.shape[1:]]}" in error.why
+    assert error.why.startswith(
+        f"the plan is for {name} {list(x.shape)}, not {[x.shape[0] - 2, *x.shape[1:]]}"
+    )
 
 
 def test_a_searched_plan_of_another_model_is_refused() -> None:

@@ -319,18 +319,13 @@ class Plan:
             for i in graph.input_of("batch")
             if i.name in self.inputs and self.inputs[i.name].shape != i.type.shape
         ]
-        if sizes:
-            raise PlanError(
-                "the plan was made for a batch of other shapes",
-                why=f"it is for {', '.join(sizes)}",
-                hint=f"build the batch it was made for (on the command line --batch and --seq), or {AGAIN}",
-            )
         extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
         why = "; ".join(
             text
             for text in (
-                f"the plan does not know {_some(missing)} of the model" if missing else "",
-                f"the model does not have {_some(extra)} of the plan" if extra else "",
+                f"the plan is for {', '.join(sizes)}" if sizes else "",
+                f"the plan does not know {_some(missing)} of the model" if missing and not sizes else "",
+                f"the model does not have {_some(extra)} of the plan" if extra and not sizes else "",
             )
             if text
         )

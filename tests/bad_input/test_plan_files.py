@@ -100,7 +100,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     model, batch, loss = mlp.build(depth=1, batch=16)
     with pytest.raises(PlanError, match="another model") as caught:
         mw.verify(model, batch, loss=loss, plan=plan)
-    assert "shapes or wiring differ" in caught.value.why
+    assert caught.value.why == "the plan is for x [12, 16], not [16, 16], y [12], not [16]"
 
 
 def test_a_missing_plan_file_is_told(tmp_path: Any) -> None:
