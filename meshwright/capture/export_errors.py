@@ -69,7 +69,7 @@ def explained(
     kinds = [type(one).__name__ for one in _chain(error)]
     text, first = str(error), _first(error)
     depends = any(k in DATA_DEPENDENT for k in kinds) or "data-dependent" in text or "unbacked" in text
-    if not depends and _fails_alike(error, model, batch, loss):
+    if not depends and _fails_uncaptured(error, model, batch, loss):
         return _of_the_user(error, loss)
     what = (
         "the model decides by the values of a tensor, which a captured program cannot"
@@ -121,7 +121,7 @@ class _Plain(torch.nn.Module):
         return self.call()
 
 
-def _fails_alike(
+def _fails_uncaptured(
     error: Exception, model: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], Any]
 ) -> bool:
     """Return whether a call without a capture raises the same error, on the meta device: it computes nothing there."""
@@ -130,7 +130,7 @@ def _fails_alike(
     held = {n: x.to("meta") for n, x in (*plain.named_parameters(), *plain.named_buffers())}
     try:
         torch.func.functional_call(plain, held, ())
-    except Exception as again:
+    except Exception as again:  # the user's code may raise anything: that it does is the answer
         return type(again) is type(error) and _first(again) == _first(error)
     return False
 

@@ -287,8 +287,8 @@ def random_of(index: Index, step: LocalStep) -> dict[str, torch.Tensor]:
     found = {n[len(rank) :]: torch.from_numpy(index.full(n)) for n in index.tensors if n.startswith(rank)}
     if mine < index.world or "torch" not in found:
         return found
-    all_draw_alike = step.rank.exact == TORCH
-    return begun_anew(found, mine) | ({"torch": found["torch"]} if all_draw_alike else {})
+    shared = {"torch": found["torch"]} if step.rank.exact == TORCH else {}
+    return begun_anew(found, mine) | shared
 
 
 __all__ = [

@@ -297,7 +297,7 @@ def _allowed(
     return has & free & _forward(places)
 
 
-def _told(node: Node) -> str:
+def _label(node: Node) -> str:
     return node.module or f"%{node.name}"
 
 
@@ -306,7 +306,7 @@ def _check_numbers(graph: Graph, wanted: Mapping[str, int], stages: int) -> None
         stage = wanted.get(node.name, 0)
         if not 0 <= stage < stages:
             raise PlanError(
-                f"{_told(node)} is assigned to stage {stage}",
+                f"{_label(node)} is assigned to stage {stage}",
                 why=f"there are {stages} stages, from 0 to {stages - 1}",
                 where=node.where,
                 hint=f"pipeline={stage + 1}, or a stage below {stages}",
@@ -322,18 +322,18 @@ def _check_order(nodes: Sequence[Node], pinned_to: Mapping[str, int], stages: in
             continue
         if latest is not None and stage < latest[0]:
             raise PlanError(
-                f"{_told(node)} is assigned to stage {stage}, after {_told(latest[1])} in stage {latest[0]}",
+                f"{_label(node)} is assigned to stage {stage}, after {_label(latest[1])} in stage {latest[0]}",
                 why="values go from a stage to a later one",
                 where=node.where,
                 hint="stages that grow in the order in which the model runs",
             )
         if latest is None or stage > latest[0]:
             _check_room(
-                used, stage, number - taken, f"before {_told(node)}, which is assigned to stage {stage}"
+                used, stage, number - taken, f"before {_label(node)}, which is assigned to stage {stage}"
             )
         latest, used, taken = (stage, node), stage + 1, number + 1
     if latest is not None:
-        after = f"after {_told(latest[1])}, which is assigned to stage {latest[0]}"
+        after = f"after {_label(latest[1])}, which is assigned to stage {latest[0]}"
         _check_room(used, stages, len(nodes) - taken, after)
 
 

@@ -320,18 +320,15 @@ class Plan:
             if i.name in self.inputs and self.inputs[i.name].shape != i.type.shape
         ]
         extra = sorted(set(self.strategies) - {n.name for n in graph.nodes})
-        why = "; ".join(
-            text
-            for text in (
-                f"the plan is for {', '.join(sizes)}" if sizes else "",
-                f"the plan does not know {_some(missing)} of the model" if missing and not sizes else "",
-                f"the model does not have {_some(extra)} of the plan" if extra and not sizes else "",
-            )
-            if text
-        )
+        why: list[str] = []
+        if sizes:  # the names of operators, which follow from them, would say nothing more
+            why = [f"the plan is for {', '.join(sizes)}"]
+        else:
+            why += [f"the plan does not know {_some(missing)} of the model"] if missing else []
+            why += [f"the model does not have {_some(extra)} of the plan"] if extra else []
         raise PlanError(
             "the plan was made for another model, batch or version of the code",
-            why=why or "the operators have the same names, but their shapes or wiring differ",
+            why="; ".join(why) or "the operators have the same names, but their shapes or wiring differ",
             hint=f"{AGAIN}, or build the model and the batch it was made for (on the command line --batch and --seq)",
         )
 

@@ -1,4 +1,4 @@
-"""What the user's own code raises during a capture is told as such, with its line."""
+"""What the user's own code raises during a capture is reported as an error of that code, with its line."""
 
 from __future__ import annotations
 

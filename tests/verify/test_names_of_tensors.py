@@ -109,7 +109,7 @@ def test_a_buffer_that_is_called_like_the_operator_that_updates_it() -> None:
 
 
 def test_a_layer_under_several_names_that_changes_its_buffers() -> None:
-    """`nn.ModuleList([layer] * 3)`: each buffer is one tensor, whatever it is called."""
+    """`nn.ModuleList([layer] * 3)`: each buffer is one tensor under three names."""
 
     class Repeated(nn.Module):
         def __init__(self) -> None:

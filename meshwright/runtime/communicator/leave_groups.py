@@ -45,20 +45,21 @@ def leave() -> None:
     everybody = tuple(range(dist.get_world_size()))
     with heartbeat.waiting(heartbeat.begun(heartbeat.SHUTDOWN, everybody)):
         dist.barrier()
-    _end()
+    _destroy()
+    gc.collect()
 
 
 def leave_at_exit() -> None:
     """The end of all process groups where a script ends without ``mw.shutdown()`` and without an error."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-        _end()
+        _destroy()
+        gc.collect()
 
 
-def _end() -> None:
+def _destroy() -> None:
     for groups in living:
         groups.forget()
     dist.destroy_process_group()
-    gc.collect()
 
 
 def break_off() -> None:
@@ -71,9 +72,7 @@ def break_off() -> None:
         _start_names_anew()
         return
     interrupt()
-    for groups in living:
-        groups.forget()
-    dist.destroy_process_group()
+    _destroy()
 
 
 def _start_names_anew() -> None:
